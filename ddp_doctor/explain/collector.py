@@ -37,6 +37,21 @@ _ERROR_LINE = re.compile(
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
     r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
+_NOTABLE = re.compile(
+    r"(?i)(?:\b\w*error\b|\bfail(?:s|ed|ure)\b|fatal|\b(?:cannot|can't|could not|unable|unknown)\b"
+    r"|denied|invalid|refused|not found|\bno such\b|unsupported|abort|exceeded|expired|mismatch"
+    r"|\bnot (?:supported|available|allowed|exist|set)\b|please use|\bNCCL WARN\b"
+    r"|\blib(?!c\.|c-|pthread|python|stdc|torch|c10)[\w+-]+\.so)"
+)
+_DULL = re.compile(
+    r"(?i)deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)"
+    r"|Traceback \(|distributed.elastic|handle_error|WriteFailureInfo|^PC: @|^ *File \"| FAILED$"
+    r"|\breturn\b"
+)
+"""What no entry knows, and may yet say more than what one knows: an answer that is not certain
+quotes the nearest of them."""
+
+_MAX_NOTABLE = 500
 _RETRIED = re.compile(
     r"\b[Rr]etry(?:ing)?\b(?! count)|Couldn't connect to the Hub"
     r"|^(?!.* (?:death signal|subset of ranks|closing signal \S*SIGHUP)).{,200}\bWARNING\b"
@@ -106,6 +121,9 @@ class Evidence:
     stacks: list[RankStack] = field(default_factory=list)
     error_line: Line | None = None
     """The last line that a program calls an error, and that no entry of the catalogue knows."""
+
+    notable: dict[str, Line] = field(default_factory=dict)
+    """Of lines that no entry knows the first of each form that tells of trouble."""
 
     failure: Line | None = None
     """The last line in which a launcher says that it failed, or a rank's exception alone."""
@@ -324,6 +342,8 @@ class Collector:
         loads = "forward" not in functions and not functions.isdisjoint(_OF_WEIGHTS)
         if cause is BY_CODE["memory-gpu"] and loads:
             cause = BY_CODE["memory-gpu-weights"]
+        if tier == Tier.LOST and any("elastic/rendezvous" in f.file for f in raised.frames):
+            cause, tier = BY_CODE["launch-rendezvous"], Tier.TIMEOUT  # the store, and no rank
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
         # below the top: another rank removes the same folder
@@ -409,6 +429,10 @@ class Collector:
                 self.evidence.failure = line
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
+        form, notable = re.sub(r"\d+", "0", line.text), self.evidence.notable
+        is_notable = _NOTABLE.search(line.text[:1000]) and not _DULL.search(line.raw[:1000])
+        if is_notable and len(notable) < _MAX_NOTABLE:
+            notable.setdefault(form, line)
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
         """Keep an event, or count it if its like is there."""

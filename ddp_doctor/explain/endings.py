@@ -14,7 +14,7 @@ from ddp_doctor.explain.exits import Exit
 _SUCCESS = re.compile(
     r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
-    r"|worker group finished"
+    r"|worker group finished|saving final (?:epoch )?checkpoint"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
     r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
@@ -124,7 +124,7 @@ def ending_of(tail: str, num_lines: int) -> Ending:
     lines = tail.rstrip("\n").split("\n")
     ending = Ending(last=num_lines, last_text=lines[-1].rpartition("\r")[2].strip())
     newest: dict[str, tuple[float, int]] = {}
-    nans: list[tuple[int, bool]] = []
+    nans: list[tuple[int, int]] = []
     for number, line in enumerate(lines, start=num_lines - len(lines) + 1):
         if _SUCCESS.search(line) or (newest and _DONE.match(line)):  # not: a file is read
             ending.success = number
@@ -133,12 +133,13 @@ def ending_of(tail: str, num_lines: int) -> Ending:
         for part in line.split("\r"):
             _note_progress(part, number, newest, ending)
             if losses := list(_LOSS.finditer(part)):
-                nans.append((number, any(loss["nan"] for loss in losses)))
+                nans.append((number, sum(loss["nan"] is not None for loss in losses)))
                 ending.nan, ending.nan_text = number, part.strip()
-    if len(nans) < _ENOUGH_NAN or not all(is_nan for _, is_nan in nans[-_ENOUGH_NAN:]):
+    last = nans[-_ENOUGH_NAN:]
+    if sum(count for _, count in last) < 2 or not all(count for _, count in last):
         ending.nan, ending.nan_text = 0, ""
     else:
-        ending.nan_since = nans[-_ENOUGH_NAN][0]
+        ending.nan_since = last[0][0]
     return ending
 
 

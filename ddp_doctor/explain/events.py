@@ -80,6 +80,9 @@ class Cause:
     or_else: str = ""
     """A second cause that gives the same message, and what tells the two apart."""
 
+    cases: tuple[tuple[str, str, str], ...] = ()
+    """What the log says, too, as regular expressions; and why and fix, if it does."""
+
     lightning: str = ""
     accelerate: str = ""
     trainer: str = ""

@@ -18,8 +18,8 @@ _STATUS = re.compile(r"(?P<status>-?\d+) \(pid: (?P<pid>\d+)\)")
 _SINGLE = tuple(
     re.compile(phrase)
     for phrase in (
-        r"failed \(exitcode: (?P<status>-?\d+)\) (?:for binary .{,200})?local_rank: (?P<local>\d+) "
-        r"\((?:pid|process ID): (?P<pid>\d+)\)",
+        r"failed \(exitcode: (?P<status>-?\d+)\)(?:.{,200}\blocal_rank: (?P<local>\d+))?"
+        r"(?:.{,9}\((?:pid|process ID): (?P<pid>\d+)\))?",
         r"process (?P<rank>\d+) terminated with (?:exit code (?P<status>\d+)|signal "
         r"(?P<signal>SIG\w+))",
         r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) exited "

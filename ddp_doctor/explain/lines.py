@@ -45,6 +45,10 @@ _PREFIXES = (
     # seconds since the start, and levels
     re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?"),
     re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?"),
+    re.compile(
+        rf"[A-Z]{{4,8}} \d\d-\d\d (?P<clock>{_CLOCK}) \[[\w./]+:\d+\] ?"
+        r"(?=Traceback| {2,}|[\w.]+(?:Error|Exception):)"
+    ),
     # hosts: of NCCL, Kubernetes, Ray, docker compose
     re.compile(r"(?P<host>[\w.-]+):\d+:\d+ \[-?\d+\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"),
     re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),

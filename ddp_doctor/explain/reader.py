@@ -91,11 +91,13 @@ def read_lines(
 ) -> tuple[int, str]:
     """Give collector the lines that search finds, and those that it wants.
 
-    Return the number of all lines, and the end of the text.
+    All lines of a short file: one that no entry knows may be worth a quotation. Return the number
+    of all lines, and the end of the text.
     """
     number, end = 0, b""
     for block in _whole_lines(file, first):
-        number = _read_block(block, collector, search, number)
+        is_short = len(first) < _SAMPLE_BYTES
+        number = _read_block(block, collector, None if is_short else search, number)
         end = (end + block[-_END_BYTES:])[-_END_BYTES:]
     return number, end.decode("utf-8", "replace")
 
@@ -121,12 +123,12 @@ def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
         yield rest
 
 
-def _read_block(block: bytes, collector: Collector, search: Search, number: int) -> int:
+def _read_block(block: bytes, collector: Collector, search: Search | None, number: int) -> int:
     """Read one block of whole lines; number is that of the last line before it."""
-    hits = search.line_starts(block)
+    hits = search.line_starts(block) if search is not None else []
     hit_index, position = 0, 0
     while position < len(block):
-        if not collector.wants_more:
+        if search is not None and not collector.wants_more:
             while hit_index < len(hits) and hits[hit_index] < position:
                 hit_index += 1
             if hit_index == len(hits):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
 from ddp_doctor.explain.collector import Evidence
-from ddp_doctor.explain.events import Cause, Event, Raised, Tier
+from ddp_doctor.explain.events import Cause, Event, Line, Raised, Tier
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
 from ddp_doctor.explain.verdict import CERTAIN, LIKELY, UNKNOWN, Verdict
 
@@ -42,6 +42,11 @@ _COLLECT = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL (on nccl; INFO on gloo); give the dumps to explain, too",
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
     "describe pod",
+)
+_OF_EXCEPTION = (
+    "what the line that is named works on: print types, dtypes, shapes and names just before it",
+    "does one process raise it, too? torchrun --nproc_per_node=1 with the same arguments and input",
+    "a library raised it: does its version fit the code? python -m pip list, on each node",
 )
 _OF_THE_END = (
     "does it still run, and do its last lines change? py-spy dump --pid PID shows where it is",
@@ -270,6 +275,7 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             *({"for": _NAMES[name], "text": text} for name, text in _fixes(cause)),
             *({"for": _SUITE, "text": " ".join(step).strip()} for step in _steps(answer)),
         ],
+        "near": [{"file": o.file, "line": o.number, "text": o.raw[:1000]} for o in _near(verdict)],
         "later": [
             {"code": e.code, "rank": e.rank, "line": e.line.number, "text": _told(e)}
             for e in verdict.later
@@ -342,8 +348,9 @@ def as_text(answer: Answer) -> str:
             lines += _wrap(f"The rank is {how}: {guilty.reason}.", "")
         lines.append("")
     if verdict.evidence:
-        places = ((f"{line.file}:{line.number}", line.raw) for line in verdict.evidence)
-        lines += ["Evidence", *(f"  {place}: {_shortened(text)}" for place, text in places), ""]
+        lines += ["Evidence", *_quoted(verdict.evidence)]
+    if near := _near(verdict):
+        lines += ["What else may say why", *_quoted(near)]
     if verdict.kind == "explained" and verdict.cause is not None:
         lines += _fix_lines(verdict.cause, answer)
     else:
@@ -354,6 +361,15 @@ def as_text(answer: Answer) -> str:
         text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
         lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")
     return "\n".join(lines) + "\n"
+
+
+def _near(verdict: Verdict) -> list[Line]:
+    """Give what stands near the cause, unless that is certain."""
+    return verdict.near if verdict.cause is None or confidence_of(verdict)[0] != CERTAIN else []
+
+
+def _quoted(lines: Sequence[Line]) -> list[str]:
+    return [*(f"  {line.file}:{line.number}: {_shortened(line.raw)}" for line in lines), ""]
 
 
 def describe(cause: Cause) -> str:
@@ -438,8 +454,10 @@ def _collect_lines(verdict: Verdict) -> list[str]:
             assert event.raised is not None
             lines += _wrap(f"{name}: {_raised(event.raised)}", "  ")
         lines.append("")
-    lines.append("To know more, collect")
-    for text in _COLLECT:
+    raised = verdict.root.raised if verdict.root is not None else None
+    is_told = raised is not None and raised.message and raised.frames
+    lines.append("What would decide" if is_told else "To know more, collect")
+    for text in _OF_EXCEPTION if is_told else _COLLECT:
         lines += _wrap(f"- {text}", "  ")
     return [*lines, ""]
 

@@ -44,10 +44,12 @@ _MAX_LINES = 400
 
 _OTHER_RECORD = re.compile(
     r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
+    r"|\S*Warning: |WARNING|Set the environment variable|trainable params|wandb: |\S* +\d+%\|"
     r"|Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )
 """How a line of a logger, or of a shell, begins: no part of the message before it."""
 
+_GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?[WEIF]\d{3,4} \d\d:")
 _MAX_MESSAGE_LINES = 12
 _MAX_FRAMES = 120
 
@@ -117,7 +119,7 @@ class Assembler:
         if self.num_open:
             return self._inside(line)
         if self.in_message is not None:
-            self._continue_message(text)
+            self._continue_message(line)
         return None
 
     def cut_off(self) -> Found | None:
@@ -198,10 +200,11 @@ class Assembler:
         is_near = self.idle_lines <= 3 and bool(self.frames)
         return is_near and bool(_CAMEL.match(last)) and not (message or "")[:2].strip().isdigit()
 
-    def _continue_message(self, text: str) -> None:
+    def _continue_message(self, line: Line) -> None:
         assert self.in_message is not None
-        self.message_lines += 1
-        if self.message_lines > _MAX_MESSAGE_LINES or _OTHER_RECORD.match(text):
+        self.message_lines, text = self.message_lines + 1, line.text
+        is_other = _OTHER_RECORD.match(text) or _GLOG.match(line.raw)
+        if self.message_lines > _MAX_MESSAGE_LINES or is_other:
             self.in_message = None
             return
         raised = self.in_message.raised

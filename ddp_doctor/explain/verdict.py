@@ -7,6 +7,7 @@ tells: a rank that ended without a word, seen in torchrun's table.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,7 @@ _OF_SIGNAL = {
 _SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
+_NEAR, _MOST_NEAR = 60, 3  # lines
 
 CERTAIN, LIKELY, UNKNOWN = "certain", "likely", "unknown"
 
@@ -74,6 +76,9 @@ class Verdict:
     later: list[Event] = field(default_factory=list)
     """Failures that do not follow from the cause."""
 
+    near: list[Line] = field(default_factory=list)
+    """What else tells of trouble, nearest to the cause: of an answer that is not certain."""
+
     @property
     def cause(self) -> Cause | None:
         return self.root.cause if self.root is not None else None
@@ -82,6 +87,8 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
     verdict = _judge(evidence)
+    verdict.near = _near(verdict, evidence)
+    _tell_case(verdict)
     nan = nan_event(evidence.endings)
     if verdict.kind == "healthy":
         if nan is not None:
@@ -94,6 +101,35 @@ def judge(evidence: Evidence) -> Verdict:
             return Verdict("explained", nan, evidence=[nan.line], later=earlier)
         verdict.later.append(nan)
     return verdict
+
+
+def _near(verdict: Verdict, evidence: Evidence) -> list[Line]:
+    """Choose the lines that no entry knows, and that may say why: before the cause rather."""
+    told = [(line.file, line.number) for line in verdict.evidence]
+    lines = [line for line in evidence.notable.values() if (line.file, line.number) not in told]
+    if verdict.root is None:
+        return lines if len(lines) <= _MOST_NEAR else [*lines[:2], lines[-1]]
+    start = verdict.root.line
+    away = {line.number: start.number - line.number for line in lines if line.file == start.file}
+    near = {number: back if back > 0 else -3 * back for number, back in away.items()}
+    chosen = sorted((n for n in near if near[n] < _NEAR), key=near.__getitem__)[:_MOST_NEAR]
+    return [line for line in lines if line.file == start.file and line.number in chosen]
+
+
+def _tell_case(verdict: Verdict) -> None:
+    """Put why and fix of a case in place of the cause's own, if the log says what it needs."""
+    root, cause = verdict.root, verdict.cause
+    if root is None or cause is None or (verdict.finding is not None and verdict.finding.ranks):
+        return
+    own = root.raised.whole if root.raised is not None else root.line.text
+    around = "\n".join(line.text for line in (*verdict.evidence, *verdict.near))
+    for said in (own, around):
+        for expression, why, fix in cause.cases:
+            if re.search(expression, said):
+                has_others = cause.is_generic or bool(cause.or_else)
+                cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="")
+                root.cause = replace(cause, lightning="", accelerate="", trainer="")
+                return
 
 
 def _was_over(root: Event, evidence: Evidence) -> bool:
@@ -177,6 +213,7 @@ def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
             Event(kind="collective", tier=cause.tier, line=line, cause=cause, fields=fields)
         )
     _weaken_crashes(events)
+    _weaken_lost(events, evidence)
     ended = _exit_events(evidence)
     known = {event.code for event in ended}
     # WHY: the line that tells of the end is in there, with the rank
@@ -202,6 +239,21 @@ def _weaken_crashes(events: Sequence[Event]) -> None:
             told.add(event.line.file)
         elif is_crash and event.line.file in told:
             event.tier = Tier.TEARDOWN
+
+
+def _weaken_lost(events: Sequence[Event], evidence: Evidence) -> None:
+    """Take lost connections for an effect where one node's agent was told to stop, and no other.
+
+    WHY: in the logs of several nodes these stand first, and the signal has a line of its own.
+    """
+    told = [e for e in events if e.code == "stop-sigterm" and "death signal" in e.line.text]
+    others = [e for e in events if e.tier < Tier.TEARDOWN and not e.is_weak]
+    if any(ended.status > 0 for ended in evidence.exits.exits):
+        return
+    if told and all(e.tier == Tier.LOST or "RendezvousClosed" in e.line.text for e in others):
+        for event in others:
+            event.tier = Tier.TEARDOWN
+        told[0].tier = Tier.LOST
 
 
 def _weaken_time_limit(events: Sequence[Event], evidence: Evidence) -> None:

@@ -49,6 +49,17 @@ class TestCatalogue:
                 re.compile(phrase)
 
 
+def test_what_a_log_says_beside_a_message_chooses_the_remedy(tmp_path: Path) -> None:
+    shown = set()
+    for line in Path(__file__).with_name("cases.txt").read_text(encoding="utf-8").splitlines():
+        code, begin, text = line.split(" | ", 2)
+        found = explain_text(text.replace("\\n", "\n"), tmp_path)
+        fix = found["fixes"][0]["text"] if found["fixes"] else ""
+        assert (code_of(found), fix[: len(begin)]) == (code, begin), text
+        shown.add((code, fix))
+    assert {(cause.code, fix) for cause in CAUSES for _, _, fix in cause.cases} == shown
+
+
 @pytest.mark.parametrize("form", slow_after(1, FORMS))
 def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
     wrong = []

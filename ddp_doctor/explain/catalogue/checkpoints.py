@@ -57,8 +57,10 @@ checkpoint-corrupt: a file is incomplete, damaged or of another kind
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
     a download was cut off or brought a page or a git-lfs pointer
-  fix: Use the one before it, or download it again (git lfs pull). Rank 0 alone writes, to another
-    name, then os.replace. No constants.pkl in it: torch.load(), not torch.jit.load().
+  fix: Use the one before it, or download it again. Rank 0 alone writes: to a new name, os.replace.
+  case invalid load key, 'v' => The file is a pointer of git-lfs, not the file => git lfs pull.
+  case invalid load key, '<' => The download brought a web page => Download it again, with a token.
+  case constants\.pkl => It is no TorchScript file => torch.load(), not torch.jit.load().
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/

@@ -46,8 +46,7 @@ data-collate: the samples of a batch have different shapes or types
 data-target-range: a label or index is out of range
   /Target -?\d+ is out of bounds/
   /IndexError: index out of range in self/
-  why: A label >= the number of classes (or < 0), a token id >= the size of the embedding, or a
-    sequence longer than the model's positions
+  why: A label outside of the classes, a token id >= the embedding's rows, or a sequence too long
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)); truncation to max_position_embeddings.
   trainer: from_pretrained(..., num_labels=N)
@@ -78,6 +77,8 @@ data-missing-file (generic): a file is not there
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /
+  /LibsndfileError/
+  /Invalid data found when processing input/
   /image file is truncated/
   /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
   /Parquet (?:magic bytes not found|file size is)/
@@ -139,13 +140,19 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
   /HTTP Error \d+: /
   /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
   /urlopen error/
+  /\bRead timed out\b/
   /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   /GatedRepoError/
   /trying to access a gated repo/
-  why: The node has no route to the internet, a token is missing, a name is wrong (404), or many
-    ranks asked at once
+  why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
+  case [Gg]ated|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this account,
+    token or address => Another mirror; of a hub: accept its terms there; HF_TOKEN on each node.
+  case 429 Client|Error 429|Too Many Requests => Too many requests at once => Only rank 0 downloads.
+  case 404 Client|Error 404|Not Found => No such name, branch or file there => Correct the name.
+  case [Oo]ffline|outgoing traffic|LocalEntry => Offline, or cut off, and it is not in the cache =>
+    Download it once with network; the same HF_HOME in the job; unset HF_HUB_OFFLINE otherwise.
 """
 
 FAMILIES = read_families(_TEXT)

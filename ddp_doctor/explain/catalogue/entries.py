@@ -6,6 +6,7 @@ r"""The form in which the causes stand in the modules beside this one.
       why: the cause; {name} stands for a named group of the expression
       fix: what to do in plain torch
       lightning: what to do there instead
+      case a regular expression => why => fix: in place of these, if the log says that, too
 
 What the fields mean is said in Cause; in brackets stand its tier, whether it is generic and whom
 it accuses, as far as they are not the defaults. A line that begins with four blanks continues the
@@ -48,7 +49,8 @@ def _read_cause(head: str, parts: list[str]) -> Cause:
     marks = set(match["marks"].split(", ")) if match["marks"] else set()
     if unknown := marks - {*_TIERS, *_BLAMES, "generic"}:
         raise ValueError(f"{match['code']}: nothing is known as {', '.join(sorted(unknown))}")
-    fields = dict(part.split(": ", 1) for part in parts if not part.startswith("/"))
+    cases = [part.removeprefix("case ").split(" => ") for part in parts if part[:5] == "case "]
+    fields = dict(part.split(": ", 1) for part in parts if part[:5] != "case " and part[0] != "/")
     return Cause(
         code=match["code"],
         title=match["title"],
@@ -56,5 +58,6 @@ def _read_cause(head: str, parts: list[str]) -> Cause:
         tier=next((_TIERS[mark] for mark in marks & _TIERS.keys()), Tier.EXCEPTION),
         blame=next((_BLAMES[mark] for mark in marks & _BLAMES.keys()), None),
         is_generic="generic" in marks,
+        cases=tuple((said, why, fix) for said, why, fix in cases),
         **fields,
     )

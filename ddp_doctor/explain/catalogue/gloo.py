@@ -82,8 +82,7 @@ group-rank: a collective was given a rank that is not in its group
   /invalid root rank: -?\d+/
   /The given group does not exist/
   why: src, dst or root is a global rank; or new_group was called by some ranks only
-  fix: Every rank calls new_group in the same order, also those not in it; src is the global rank
-    (group_src= for the rank in the group).
+  fix: All ranks call new_group, others too, in one order; src is a global rank (else group_src=).
 
 gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   /c10d::Reducer::~Reducer/
@@ -97,8 +96,7 @@ gloo-destroy-hang (teardown): a process waits in the destructor of its process g
   /(?:destroy_process_group|_shutdown_backend) \(.*distributed_c10d\.py:\d+\)/
   /ProcessGroupGloo::~ProcessGroupGloo/
   /gloo::transport::tcp::(?:Pair::~Pair|Device::~Device)/
-  why: The stack of a process that has finished its work: it closes its connections and waits for a
-    rank that has stopped, or still trains
+  why: A process that has finished closes its connections, and waits for a rank that has not
   fix: dist.barrier() before dist.destroy_process_group(), so that all ranks leave together;
     os._exit(0) after the last save, where a rank that does not answer must not hold up the others.
 """

@@ -41,8 +41,7 @@ gpu-xid-program (generic): a kernel of the program made the GPU fault
   /NVRM: Xid \([^)]*\): ?\d+/
   why: Xid 13, 31, 43 and 45 mostly come from the program: an address out of range, or a process
     that ended with kernels under way. Rarely it is the GPU
-  fix: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail on this
-    GPU, too: %DRAIN%
+  fix: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer find the kernel. Other programs fail, too: %DRAIN%
 
 gpu-hang (generic): the GPU hung, and its driver reset it
   /HW Exception by GPU node-\d+ .*Hang/
@@ -52,6 +51,8 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
+  case launch timed out => A kernel ran longer than the watchdog of a GPU with a display allows; one
+    that waits for another rank does, too => A GPU without a display, or end the X server.
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /(?:Error 802|CUDA error): system not yet initialized/
@@ -78,8 +79,7 @@ gpu-illegal-access: a GPU kernel used an illegal address
   /an illegal instruction was encountered/
   /Memory access fault by GPU node-\d+/
   /borting with error ?: HSA_STATUS_ERROR_(?:EXCEPTION|ILLEGAL_INSTRUCTION|INVALID_ISA|MEMORY_\w+)/
-  why: A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after it
-    every GPU call of this process fails
+  why: A custom kernel, a wrong index, a kernel of another architecture, or a bug; later calls fail
   fix: CUDA_LAUNCH_BLOCKING=1 (AMD: AMD_SERIALIZE_KERNEL=3) for the right line; compute-sanitizer
     (NVIDIA); torch.cuda.set_device(LOCAL_RANK); custom kernels (flash-attention, apex) off.
   or_else: If it moves with the node and not with the program, the GPU is broken.
@@ -87,10 +87,10 @@ gpu-illegal-access: a GPU kernel used an illegal address
 gpu-cublas (generic): cuBLAS failed
   /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
   /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
-  why: ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range in an
-    earlier kernel, or shapes that do not fit
-  fix: Smaller batch, or leave memory free; run the batch on the CPU, or with
-    CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
+  why: An index out of range in an earlier kernel, shapes or types that do not fit, or a bug
+  fix: Run the batch on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.
+  case ALLOC_FAILED|NOT_INITIALIZED => The GPU has no memory left for cuBLAS; rarely an earlier
+    kernel failed => A smaller batch; nvidia-smi shows who uses this GPU; set_device(LOCAL_RANK).
 
 gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   /cuDNN error: CUDNN_STATUS_\w+/
@@ -100,10 +100,13 @@ gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   /MIOpen Error: /
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
+  case MIOpen => MIOpen found no kernel, or can't read or write its database, which ranks share =>
+    MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; ROCm as torch's.
 
 gpu-none: torch sees no GPU
   /ValueError: Cuda is not available\./
   /No CUDA GPUs are available/
+  /CUDA driver initialization failed/
   /Cannot access accelerator device when none is available/
   /no CUDA-capable device is detected/
   /Found no NVIDIA driver on your system/
@@ -115,11 +118,16 @@ gpu-none: torch sees no GPU
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
   fix: nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; Slurm:
     --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.
+  case not compiled with CUDA => This torch is a build for the CPU => python -c 'import torch;
+    print(torch.__version__)'; install the build of pytorch.org for CUDA.
+  case NVIDIA driver => No driver, or a container that was started without its GPUs => nvidia-smi in
+    the same shell; docker run --gpus all, apptainer --nv, --gres=gpu:N of Slurm.
 
 gpu-ordinal: a rank chose a GPU that does not exist
   /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
   /cudaErrorInvalidDevice/
   /You requested gpu: \[.*\]/
+  /AssertionError: Invalid device id/
   /your machine only has: \[\d/
   why: More ranks than GPUs on this node, a global rank used as device number, or
     CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
@@ -155,16 +163,25 @@ gpu-busy: the GPU takes no new work: in use, or in a bad state
 gpu-fork: CUDA was used in a forked process
   /Cannot re-initialize CUDA in forked subprocess/
   /To launch a multi-GPU training from your notebook, you need to avoid running/
-  why: The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in the
-    dataset) or in processes started by hand
-  fix: Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), mp.spawn,
-    torchrun; nothing of CUDA before the fork.
+  why: The parent used CUDA before it forked a DataLoader worker, or another process
+  fix: Dataset on the CPU; no CUDA before the fork; multiprocessing_context='spawn', or torchrun.
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
   why: It is told at a later call: the line named may be innocent. `initialization error`: CUDA was
     used before a fork, or the driver or a GPU of it is in a bad state
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
+  case error: initialization error => CUDA was used before this process was forked, or the driver is
+    in a bad state => No CUDA before the fork (multiprocessing_context='spawn'); else a reboot.
+  case launch failure => A kernel crashed; what raised it came later => CUDA_LAUNCH_BLOCKING=1 and
+    compute-sanitizer find it; Xid in dmesg; custom kernels off; if it stays with the GPU, the GPU.
+  case error: unknown error => The driver is in a bad state, or does not fit => nvidia-smi and dmesg
+    on that node; start the container again, or reboot.
+  case error: invalid (?:resource handle|device context|argument) => A tensor, stream or event of
+    one GPU was used on another, or a kernel was started with numbers out of range =>
+    torch.cuda.set_device(LOCAL_RANK) before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
+  case error: operation not supported => This GPU or driver can't do it: vGPU, WSL, MIG, peer access
+    => NCCL_P2P_DISABLE=1, expandable_segments off, no CUDA tensors between processes.
 
 [Other accelerators, arithmetic exceptions]
 
@@ -186,8 +203,14 @@ accelerator-collectives (generic): the device's own library of collectives faile
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
-    left over; oneCCL: start with mpirun, or CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and
-    CCL_LOCAL_SIZE; or FI_PROVIDER=tcp. HCCL: wait 10 s after an earlier job.
+    left over; oneCCL: FI_PROVIDER=tcp as a trial.
+  case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
+    npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
+  case fill_device_fds|/dev/dri => oneCCL can't open the files of the GPUs in /dev/dri => docker run
+    --device /dev/dri -v /dev/dri/by-path:/dev/dri/by-path; groups render, video.
+  case local_coord|LOCAL_(?:RANK|SIZE) => oneCCL was started without mpirun, so it has no local rank
+    => mpirun, or CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and CCL_LOCAL_SIZE;
+    CCL_ZE_IPC_EXCHANGE=sockets where it finds no local ranks.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/

@@ -26,14 +26,12 @@ graph-static-changed: the graph changed although static_graph=True promises that
   /not compatible with static_graph set to True/
   /static graph training has unused parameters/
   why: With static_graph each step must use the same parameters the same number of times
-  fix: Remove static_graph=True (or model._set_static_graph()); use find_unused_parameters=True if
-    parameters are unused in some steps.
+  fix: Remove static_graph=True; find_unused_parameters=True if some are unused in some steps.
 
 graph-ready-twice: a parameter got its gradient twice in one backward
   /Expected to mark a variable ready only once/
   /Parameter at index \d+(?: with name \S+)? has been marked as ready twice/
-  why: A parameter is used in several reentrant checkpoints or in several forwards before one
-    backward, or outside of DDP's forward
+  why: A parameter is used in several checkpoints or forwards before one backward, or outside of DDP
   fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or
     DistributedDataParallel(model, static_graph=True) if the graph is the same in each step; do one
     forward per backward, and drop find_unused_parameters=True if no parameter is unused.
@@ -48,8 +46,7 @@ graph-inplace: a tensor that backward needs was changed in place
     broadcast_buffers=False), or put both inputs in one forward, or SyncBatchNorm. Otherwise replace
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
   trainer: TrainingArguments(ddp_broadcast_buffers=False)
-  confirm: torch.autograd.set_detect_anomaly(True) prints the forward line. If one process without
-    DDP does not fail, it is the buffers.
+  confirm: torch.autograd.set_detect_anomaly(True) shows the line. It works without DDP: buffers.
   or_else: With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; without DDP in
     the stack it is the model's own in-place operation.
 
@@ -62,9 +59,8 @@ graph-backward-twice: backward went through the same graph twice
 graph-no-grad: the loss has no graph
   /element \d+ of tensors does not require grad and does not have a grad_fn/
   why: It ran under no_grad, was detached or turned into numbers, or all parameters are frozen
-  fix: Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between the model and
-    the loss; with reentrant checkpointing and frozen inputs use use_reentrant=False or
-    model.enable_input_require_grads().
+  fix: Look for no_grad(), .detach(), .item(), .data, torch.tensor(loss) between model and loss;
+    with checkpointing and frozen inputs use_reentrant=False or model.enable_input_require_grads().
 
 graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of its wrapper
   /'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no
@@ -127,6 +123,14 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   why: A batch of this rank, often the last, has one sample, and its spatial size is 1
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
 
+graph-meta (generic): weights have no data: they are on the meta device, or sharded
+  /Cannot copy out of meta tensor; no data/
+  /but its data is not allocated yet/
+  why: The model was built without memory (low_cpu_mem_usage, device_map, init_empty_weights), or
+    its weights belong to ZeRO 3 or FSDP and were not gathered
+  fix: Load the weights before .to(device) or DDP(model), with no device_map; model.to_empty(device)
+    only if all weights are loaded after it; ZeRO 3, FSDP: the weights stay where these put them.
+
 graph-shapes (generic): the shapes of two tensors do not fit
   /mat1 and mat2 shapes cannot be multiplied \([\dx]+ and [\dx]+\)/
   /The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)/
@@ -134,6 +138,8 @@ graph-shapes (generic): the shapes of two tensors do not fit
   /shape '\[.*\]' is invalid for input of size \d+/
   /Sizes of tensors must match except in dimension/
   /Gather got an input of invalid size/
+  /The expanded size of the tensor \(\d+\) must match the existing size/
+  /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
   fix: Print the batch's shape before the line that the traceback names; the last batch of an epoch
     is smaller (drop_last=True, or no fixed batch size in view()).
@@ -163,6 +169,7 @@ fsdp-past-wrapper: sharded weights were used past their FSDP unit
   /'weight' must be 2-D/
   /weight should have at least three dimensions/
   /mat2 must be a matrix, got 1-D tensor/
+  /are out of bounds for storage of size 0/
   why: A submodule was called directly, or another method than forward, so that FSDP did not gather
     its weights; or weights are shared with a module in another unit
   fix: Call the outermost wrapped module's forward; register_fsdp_forward_method for another method

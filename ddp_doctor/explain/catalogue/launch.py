@@ -23,8 +23,7 @@ launch-port (accuses nobody): a port is taken
 
 launch-port-refused (generic, accuses nobody): the port of the rendezvous can't be opened
   /The server socket has failed to (?:bind|listen)(?!.*errno: 97\b)/
-  why: `Permission denied`: it is below 1024, or Windows reserves it; `Cannot assign`: the address
-    is not of this node
+  why: `Permission denied`: below 1024, or Windows reserves it; `Cannot assign`: another node's
   fix: --master_port from 1024 to 65535; the address of the node that has rank 0.
 
 launch-client-timeout (timeout): the address of another process could not be reached
@@ -40,8 +39,11 @@ launch-client-timeout (timeout): the address of another process could not be rea
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
   lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
-  or_else: `Operation not permitted`: a sandbox forbids sockets. 0.x.y.z: a host name of digits
-    alone; use its IP. 127.0.0.1: the process with the store has ended, or has not begun.
+  case not permitted => A sandbox forbids sockets => Run it outside, or allow it the network.
+  case [\[(, ]0\.(?!0\.0\.0)\d+\.\d+\.\d+ => A host name of digits alone was taken for an address =>
+    The node's IP address, or a name with a letter; torchrun --local-addr=localhost on one node.
+  case 127\.0\.\d\.1|localhost => The process with the store, on this node, ended or has not begun;
+    or MASTER_ADDR should name another node => Read rank 0's log first; `ss -ltnp | grep PORT`.
 
 launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?/
@@ -63,10 +65,13 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
-  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
-    closed, or lost amid the training: another node ended first, and its log has the cause
+  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
+  case RendezvousClosed|num_nodes_waiting|_state_holder\.sync|failed to shutdown => The agent of
+    another node, or the process with the store, ended first; amid the training its failure is the
+    first one => Read the log of the node in --rdzv_endpoint, and of each that ended before; two
+    jobs on one node need two ports; a new start needs a fresh --rdzv_id.
 
 launch-name (accuses nobody): a host name can't be resolved
   /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
@@ -120,15 +125,39 @@ launch-import: a package is missing or does not fit
   /ImportError: /
   /operator torchvision::nms does not exist/
   /undefined symbol: /
+  /cuDNN version incompatibility/
   /version `GLIBC\w*_[\d.]+' not found/
-  why: This Python has other packages than where it worked, one that was built for another torch, or
-    another version of a library (NCCL, cuDNN) comes first: two nvidia packages, LD_LIBRARY_PATH
-  fix: Same environment on all nodes; reinstall the package for this torch; torchrun of the same
-    environment: python -m torch.distributed.run.
-  or_else: It is a module of your own: start it in its folder, or set PYTHONPATH; or a file of yours
-    has the name of a package.
+  why: This Python has other packages than where it worked, or other versions
+  fix: One environment on all nodes (pip list); its torchrun: python -m torch.distributed.run.
+  case cuDNN version|undefined symbol: \w*(?:nccl|cudnn|cublas|nv\w+) => Another version of it comes
+    first than torch's => unset LD_LIBRARY_PATH; remove the second nvidia package.
+  case torchvision::nms|undefined symbol => A package was built for another torch => Install the
+    version of it that belongs to this torch (torchvision, flash-attn, apex).
+  case GLIBC => A package needs a newer system library than this node has => A container, or conda's
+    libstdcxx-ng; or an older build of the package.
+  case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
+    ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
+  case circular import => Modules import each other, or a file of yours has the name of a package =>
+    Rename the file; import inside of the function that needs it.
+  case cannot import name => An installed package is of another version than the code was written
+    for => pip install the versions that the program's requirements name.
+  or_else: A module of your own: start it in its folder, or PYTHONPATH; or a file has that name.
+
+launch-versions (generic): a function or a module does not have what is asked of it
+  /got an unexpected keyword argument '/
+  /module '[\w.]+' has no attribute '/
+  why: Mostly the package is of another version than the code was written for
+  fix: pip install the version that the program's requirements name (pip show NAME); or newer code.
+  or_else: It is code of your own: the line that is named; or a file that has a package's name.
+
+launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for
+  /world[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
+  /not divisible by (?:\w+ )*(?:tensor|pipeline|context|expert|model)[_ ]/
+  why: The sizes of tensor, pipeline, context and data parallel must multiply to the number of ranks
+  fix: Change one of them, or the number of ranks.
 
 launch-rank-range (accuses nobody): rank and world size contradict each other
+  /more than one node have assigned same rank/
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
   /[Ii]nvalid rank \d+, rank should be in the interval/
   /Invalid rank requested : \d+\/\d+/
@@ -187,10 +216,8 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /MissingMandatoryValue: /
   /TOMLDecodeError: /
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
-  why: A typing mistake, an indentation, or a key or value that this version of the program does not
-    have; the lines below the message name it
-  fix: Correct the key or the line that is named; hydra: +key=value adds a new one;
-    HYDRA_FULL_ERROR=1 shows the stack.
+  why: A typing mistake, an indentation, or a key that this version does not have: see below it
+  fix: Correct what is named; hydra: +key=value adds a key; HYDRA_FULL_ERROR=1 shows the stack.
 
 launch-container (generic, accuses nobody): the container did not start, or has no GPU
   /ErrImagePull/
@@ -203,9 +230,13 @@ launch-container (generic, accuses nobody): the container did not start, or has 
   /(?:Create|Run)Container(?:Config)?Error/
   /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
-  fix: Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes:
-    the device plugin and resources.limits nvidia.com/gpu; check mounts. An image: name and tag,
-    imagePullSecrets; kubectl describe pod POD shows what the registry said.
+  fix: Read the lines below the message; check the mounts, and what the node has of them.
+  case ImagePull|ErrImage|pulling image|manifest => The image could not be fetched => Its name and
+    tag, imagePullSecrets; kubectl describe pod POD shows what the registry said.
+  case device driver|nvidia-container-cli|nvidia\.com/gpu => The container got no GPU => Install
+    nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes: the device
+    plugin and resources.limits nvidia.com/gpu.
+  case user ID => The node does not know the user who started it => Exclude it and report it.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
   /\d+/\d+ nodes are available: (?P<what>.+)/
@@ -226,8 +257,7 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
   /The actor died unexpectedly before finishing this task/
   /A worker died or was killed while executing a task by an unexpected system error/
   /Worker unexpectedly exits with a connection error code \d+/
-  why: Ray lists its guesses with each such message: memory, ray stop, a crash in native code. What
-    the worker itself wrote is in its own log
+  why: Ray lists guesses: memory, ray stop, a crash. The worker's own log has its last words
   fix: Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with explain;
     memory: fewer workers per node, or more memory per worker.
 

@@ -31,6 +31,7 @@ memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
+  /Triton Error \[CUDA\]: out of memory/
   why: Torch's allocator may hold all that is left, so that CUDA or NCCL get none; or other
     processes fill the GPU: one left over, or ranks that all use GPU 0
   fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
@@ -99,8 +100,7 @@ memory-pinned (generic): a batch could not be pinned
   /CUDA error: .*cudaHostAlloc/
   /Caught \w+ in pin memory thread/
   why: The thread that pins batches died: an error in a custom batch, no memory, or the GPU was gone
-  fix: pin_memory=False shows the first error; pin_memory() of a custom batch class;
-    torch.cuda.set_device before the loader.
+  fix: pin_memory=False shows the first error; pin_memory() of a batch class; set_device before.
 
 killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/
@@ -110,11 +110,9 @@ killed-sigkill (generic): a process was killed with SIGKILL
   /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
   /exit (?:code|status):? *137\b/
   /returned non-zero exit status -9\b/
-  why: Nothing in the process can log that. Most often the kernel or the container was out of
-    memory; else the scheduler, or a person
+  why: Nothing in the process can log that. Mostly memory was short; else the scheduler, or a person
   fix: If it was memory: %HOST%
-  or_else: Memory: dmesg -T names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED.
-    Neither: somebody ran kill -9.
+  or_else: Memory: dmesg -T names the pid. Scheduler: TIMEOUT or PREEMPTED in sacct. Else: kill -9.
 
 killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)
   /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/

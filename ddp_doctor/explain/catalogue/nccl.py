@@ -12,9 +12,8 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   /Timeout at NCCL work: \d+, last enqueued NCCL work/
   /Timeout at collective: \w+, #\d+/
   /Received a dump signal due to a collective timeout from +(?:this local )?rank/
-  why: The ranks that print this wait; the cause is on a rank that did not reach the collective: it
-    crashed, it hangs, it is slow (data, evaluation, a checkpoint on rank 0 alone), it took another
-    branch, or it has fewer batches
+  why: The ranks that print this wait for one that did not come: it crashed, hangs, is slow (data,
+    evaluation, a save on rank 0 alone), took another branch, or has fewer batches
   fix: Look at the log of the missing rank. No collective (DDP forward, barrier, all_reduce) under
     `if rank == 0`; equal numbers of batches per rank (DistributedSampler, or with model.join());
     long work of one rank: init_process_group(timeout=timedelta(hours=1)).
@@ -23,8 +22,10 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   trainer: TrainingArguments(ddp_timeout=3600)
   confirm: Run again with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 and give the dumps
     to explain; or py-spy dump each rank while it hangs.
-  or_else: All ranks time out at the very first collective: then it is the network or peer-to-peer
-    access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).
+  case (?:NCCL work: |SeqNum=|collective: \w+, #)1\b => It is the group's first collective, so
+    nothing was exchanged yet: the GPUs can't reach each other, or a rank did not come so far =>
+    NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 as a trial (then IOMMU and ACS off); NCCL_SOCKET_IFNAME on
+    several nodes; read the log of a rank that prints nothing (data, compiling).
 
 collective-missing (timeout, accuses named): a rank did not reach a collective
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
@@ -32,8 +33,7 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
   /submitted to be reduced, gathered or broadcasted by subset of ranks/
   why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
-  fix: Look at the log and the stack (py-spy dump) of the named rank. No collective under `if rank
-    == 0`, equal numbers of batches per rank.
+  fix: Its log, py-spy dump. No collective under `if rank == 0`, as many batches on each rank.
   lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
   accelerate: gather, wait_for_everyone and save_state on all processes, not under is_main_process
 
@@ -46,10 +46,12 @@ collective-mismatch (mismatch): the ranks called different collectives
   /op\.preamble\.length <= op\.nbytes/
   /Some ranks called different collectives/
   /Mismatched collective detected/
+  /Cannot apply desired operation due to shape mismatches/
   why: At one point one rank ran another operation, or the same one with another size or type: a
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
+  accelerate: accelerator.pad_across_processes(tensor, dim=1) before gather
   confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
     both ranks before the hang (on gloo it crashes torch 2.13).
 
@@ -117,8 +119,7 @@ nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
 nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
   /[Hh]eartbeat monitor timed out/
   /ProcessGroupNCCL's watchdog got stuck for \d+ seconds/
-  why: A call into CUDA or NCCL does not return, or the GIL is held: a hung GPU, a deadlock in the
-    driver, or a communicator being aborted
+  why: A call of CUDA or NCCL does not return, or holds the GIL: a hung GPU or driver, an abort
   fix: Look for an Xid in dmesg and for an earlier timeout in the log;
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.
 
@@ -131,9 +132,11 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   /transport retry counter exceeded/
   why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
     retries there was no answer (status 12; 5 only follows from another failure)
-  fix: ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
-    NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13.
-    As a workaround: NCCL_IB_DISABLE=1.
+  fix: ibstat, perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
+    NCCL_IB_GID_INDEX=3; brief failures: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13; or
+    NCCL_IB_DISABLE=1.
+  case gloo/transport/ibverbs|UCX +ERROR => A connection of gloo or UCX over InfiniBand or RoCE had
+    no answer: NCCL's settings do not count => ibstat on both nodes; gloo over TCP, UCX_TLS=tcp.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
 
 nccl-ib-queue (generic, accuses nobody): InfiniBand or RoCE could not set up a queue to a peer
@@ -146,8 +149,7 @@ nccl-ib-queue (generic, accuses nobody): InfiniBand or RoCE could not set up a q
 nccl-ib-gpu-memory (accuses nobody): InfiniBand could not use the memory of a GPU
   /Got completion from peer \S+ with (?:status=|error )(?:4|10)\b/
   /Call to ibv_reg_(?:dmabuf_)?mr\w* failed with error (?:Bad address|Invalid arg)/
-  why: GPUDirect RDMA does not work: nvidia_peermem is not loaded, the driver has no dma-buf, or the
-    IOMMU or ACS is on
+  why: GPUDirect RDMA fails: no nvidia_peermem, no dma-buf in the driver, or IOMMU or ACS is on
   fix: modprobe nvidia_peermem on each node; NCCL_NET_GDR_LEVEL=LOC goes by the host's memory.
   or_else: It fails with NCCL_NET_GDR_LEVEL=LOC, too: the adapter's driver or firmware.
 
@@ -185,12 +187,10 @@ nccl-connect (lost): NCCL could not connect to another rank
 
 nccl-cuda-error (generic): a CUDA call inside NCCL failed
   /ncclUnhandledCudaError: Call to CUDA function failed/
-  /NCCL (?:error in: |failure ).*unhandled cuda error/
+  /NCCL (?:error in: |failure |Error \d+: ).*unhandled cuda error/
   /NCCL WARN Cuda failure (?:\d+ )?'?[a-zA-Z]/
-  why: CUDA reported an error in a call of NCCL: most often no memory left for its buffers, or an
-    earlier error of a kernel of the model
-  fix: `Cuda failure 'out of memory'`: leave 1 GB per GPU free (smaller batch). Otherwise
-    CUDA_LAUNCH_BLOCKING=1 finds the kernel that failed before.
+  why: CUDA failed in a call of NCCL: no memory left for its buffers, or an earlier kernel's error
+  fix: Leave 1 GB per GPU free (smaller batch); CUDA_LAUNCH_BLOCKING=1 finds an earlier kernel.
   confirm: %DEBUG%
 
 nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL failed
@@ -199,23 +199,26 @@ nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL fai
   /NCCL WARN Call to \w+ (?:returned|failed)/
   /NCCL WARN NET/OFI .*(?:Couldn't|Creating|completed with error|RC: -\d+|failed: )/
   why: A socket, shared memory or a plug-in failed; `Last error` or the first NCCL WARN says which
-  fix: Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. Shared memory: --shm-size. Limits:
-    ulimit -l unlimited, ulimit -n 65536. AWS (NET/OFI): a security group with all traffic from and
-    to itself; FI_PROVIDER=efa, or tcp without EFA.
+  fix: Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. ulimit -l unlimited, -n 65536.
+  case NET/OFI|EFA => The plug-in for AWS's network failed => A security group with all traffic from
+    and to itself; FI_PROVIDER=efa, or tcp without EFA; a plug-in that fits this NCCL.
+  case ibv_|NET/IB => A call of InfiniBand or RoCE failed => ibstat; NCCL_IB_HCA of one network,
+    NCCL_IB_GID_INDEX; ulimit -l unlimited; NCCL_IB_DISABLE=1 as a trial.
+  case shm|shared memory => /dev/shm is full or too small => docker run --shm-size=8g or --ipc=host.
   confirm: %DEBUG%
 
 nccl-internal-error (lost, generic, accuses nobody): NCCL failed an internal check
   /ncclInternalError: Internal check failed/
   /internal error.*NCCL (?:version|developers)/
-  why: Often the ranks see different GPUs or networks: a bad topology file, MIG, GPUs of another
-    container, a net plug-in that does not fit
+  /NCCL Error \d+: internal error/
+  why: Often the ranks see different GPUs or networks: a topology file, MIG, containers, a plug-in
   fix: Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.
   confirm: %DEBUG%
 
 nccl-invalid-usage (generic, accuses nobody): NCCL was used in a way that it does not allow
   /ncclInvalidUsage: This usually reflects invalid usage of NCCL library/
   /ncclInvalidArgument: Invalid value for an argument/
-  /NCCL error in: .*invalid (?:usage|argument)/
+  /NCCL (?:error in|Error \d+): .*invalid (?:usage|argument)/
   why: Most often two ranks have the same GPU, or ranks disagree on number, type or root
   fix: torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU or MIG slice.
   confirm: %DEBUG%

@@ -7,8 +7,7 @@ _TEXT = r"""
 
 amp-no-inf-checks: the scaler found no gradient to check
   /No inf checks were recorded for this optimizer/
-  why: No parameter of this optimizer has a gradient: backward was not called, or the optimizer
-    holds other parameters than the model
+  why: No parameter of it has a gradient: no backward, or it holds others than the model's
   fix: scaler.scale(loss).backward() before scaler.step; make the optimizer after the model was
     moved and wrapped; skip the step if there was no backward.
 
@@ -22,6 +21,7 @@ amp-dtype: a tensor has the wrong type
   /mat1 and mat2 must have the same dtype, but got \w+ and /
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
   /FlashAttention only supports? fp16 and bf16 data type/
+  /Found dtype (?:Half|BFloat16|Float|Double) but expected /
   why: One part runs outside of autocast, was cast by hand, or comes from numpy (float64, integers)
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
     beside it; .to(weight.dtype) where it is needed; .float() for what numpy made.
@@ -48,6 +48,8 @@ amp-nan: loss or gradient is NaN or infinite
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
   /Minimum loss scale reached/
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
+  /probability tensor contains either `inf`, `nan`/
+  /but found invalid values:\s+tensor\(.*nan/
   /Current loss scale already at minimum/
   /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
@@ -79,6 +81,8 @@ compile-cache: processes got into each other's way in the cache of compiled kern
 
 compile-compiler: no compiler that fits torch, or it failed
   /Error building extension '\w+'/
+  /Ninja is required to load C\+\+ extensions/
+  /Command '\['ninja'/
   /CalledProcessError: Command '\['\S*(?:cc|clang|\+\+)'/
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/
@@ -91,9 +95,17 @@ compile-compiler: no compiler that fits torch, or it failed
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,
     and the CUDA toolkit that torch was built with
-  fix: apt install build-essential python3-dev; pip install triton (triton-windows); CUDA_HOME=the
-    toolkit of torch.version.cuda; or torch.compile off.
-  or_else: The compiler's own error stands above; of a gcc that is too new: CC and CXX of an older.
+  fix: The compiler's own first error stands above: read that. apt install build-essential
+    python3-dev; CUDA_HOME=the toolkit of torch.version.cuda.
+  case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
+    older gcc, or a newer toolkit of the same major version as torch's.
+  case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.
+  case CUDA version|gpu arch => The CUDA toolkit (nvcc) is not that of torch => CUDA_HOME=the
+    toolkit of torch.version.cuda; TORCH_CUDA_ARCH_LIST of this GPU.
+  case working triton|No module named .triton => Triton is missing, or does not fit this torch =>
+    pip install triton, as torch's requirements name it (triton-windows); or torch.compile off.
+  case Failed to find C|No working|cl is not => There is no compiler => apt install build-essential
+    (Windows: the C++ build tools); or torch.compile off.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -29,8 +29,7 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /Node is not ready/
   /because its node has died/
   /RTE has lost communication with a remote daemon/
-  why: The scheduler lost contact with the node: it crashed, was rebooted, is cut off, or was
-    preempted (the lines around say so)
+  why: The scheduler lost the node: a crash, a reboot, the network, or preemption (see around)
   fix: Start again without it: sbatch --exclude=NODE; report it.
 
 stop-cancelled (teardown): the job was cancelled
@@ -45,8 +44,9 @@ stop-evicted (killed): Kubernetes evicted the pod
   /Usage of EmptyDir volume \"[^\"]+\" exceeds the limit/
   /TaintManagerEviction(?!.*Cancelling)/
   why: The node ran out of memory, disk or was drained
-  fix: Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to a
-    volume, not to the container's disk.
+  fix: Set resources.requests to what is used, ephemeral-storage, too; checkpoints on a volume.
+  case TaintManager => The node got a taint that this pod does not tolerate, as when it does not
+    answer => kubectl describe node NODE says why; save and restart.
 
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
@@ -63,8 +63,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Closing process \d+ via signal SIGTERM/
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
-  why: The launcher ends the other ranks like this after one failed; without any failure before it,
-    the scheduler or a person ended the job
+  why: Its launcher ends the others after one failed; without a failure, a scheduler or a person
   fix: Look for the first failure before it. If there is none: sacct, kubectl describe pod, or the
     cloud's events; handle SIGTERM to save a checkpoint.
 
@@ -91,6 +90,9 @@ mpi-error (generic): a call of MPI failed
   /Abort\(\d+\)(?: on node \d+)? \(rank (?:0|(?P<ranks>\d+)) in comm \d+\): (?!application)/
   why: The library says after it which call, and why
   fix: Read the lines below it; GPU tensors need a CUDA-aware MPI.
+  case PMI => MPI takes itself for started by mpirun or srun, and does not find its process manager
+    => mpirun of the same MPI, or srun --mpi=pmix; under torchrun unset PMI_* and PMIX_* variables;
+    oneCCL: CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and CCL_LOCAL_SIZE.
 
 launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
@@ -106,12 +108,19 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
   /not built with .*PMI support/
   /RTE (?:was unable to|does not know how to)/
   /mpirun has detected an attempt to run as root/
-  why: The request does not fit the cluster, the allocation or the host list, the node does not have
-    the program, or MPI and Slurm do not fit
-  fix: Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres and
-    --cpus-per-task. mpirun: slots= in the host list, --oversubscribe, --allow-run-as-root in
-    containers; srun --mpi=pmix. `job credential`: the same munge key, time and slurm.conf
-    on all nodes.
+  why: It does not fit the cluster or the allocation, or MPI does not fit Slurm
+  fix: Compare #SBATCH with sinfo -o '%P %G %c %m'; srun needs the same --gres and --cpus-per-task.
+  case CPU binding outside => The CPUs that --cpu-bind names are not in the job's allocation => srun
+    --cpu-bind=none, or ask for these CPUs: --cpus-per-task, --exclusive.
+  case credential => The node refused the job's credential: its clock, munge key or slurm.conf
+    differs => sbatch --exclude=NODE; its administrator compares the three.
+  case PMI => MPI and the launcher speak different versions of PMI => srun --mpi=list, then
+    --mpi=pmix or pmi2, as MPI was built; or mpirun of the same MPI.
+  case run as root => mpirun does not start as root unasked => mpirun --allow-run-as-root
+  case not enough slots => The hosts have fewer slots than -np asks for => A smaller -np, or HOST
+    slots=N in the host file; --oversubscribe only on CPUs.
+  case TCP connection back|lost communication => A node can't open a connection to mpirun's node =>
+    Open the ports between the nodes; --mca oob_tcp_if_include and btl_tcp_if_include NETWORK.
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
@@ -121,8 +130,7 @@ launch-command (accuses nobody): the command or a file of it was not found
     )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
-  fix: Activate the environment in the job's script; absolute paths; which torchrun; a module is
-    started as torchrun -m package.module.
+  fix: Activate the environment in the job; absolute paths; a module: torchrun -m package.module.
 
 stop-silent: a rank ended without an exception, and the others lost it
   # No message tells this one and the next: who ended does, and what the others lost.
