@@ -44,7 +44,7 @@ _MAX_LINES = 400
 
 _OTHER_RECORD = re.compile(
     r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
-    r"|\S*Warning: |WARNING|Set the environment variable|trainable params|wandb: |\S* +\d+%\|"
+    r"|(?:\S+: )?\w*Warning: |WARNING|Set the environment|trainable params|wandb: |\S* +\d+%\|"
     r"|Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )
 """How a line of a logger, or of a shell, begins: no part of the message before it."""

@@ -242,7 +242,7 @@ LONG_OR_CHANGED = {
                ["ERROR: giving up"]),
 }
 # fmt: on
-ANSWER = ("guilty", "cause", "evidence", "later", "exceptions", "confidence")
+ANSWER = ("guilty", "cause", "evidence", "later", "near", "exceptions", "confidence")
 SHORT_LOGS = {**sections(Path(__file__).with_name("short_logs.txt")), **LONG_OR_CHANGED}
 
 

@@ -57,7 +57,7 @@ checkpoint-corrupt: a file is incomplete, damaged or of another kind
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
     a download was cut off or brought a page or a git-lfs pointer
-  fix: Use the one before it, or download it again. Rank 0 alone writes: to a new name, os.replace.
+  fix: Use the one before it, or download it again. Only rank 0 writes: a new name, then os.replace.
   case invalid load key, 'v' => The file is a pointer of git-lfs, not the file => git lfs pull.
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
   case constants\.pkl => It is no TorchScript file => torch.load(), not torch.jit.load().

@@ -9,8 +9,7 @@ data-worker-exited (generic): a DataLoader worker ended
   /DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly/
   /DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: (?!Term)\w+|exited)/
   why: Native code in the dataset crashed, the worker called exit, or it was killed
-  fix: num_workers=0 shows the error in the main process; open files and databases in __getitem__,
-    not in __init__; multiprocessing_context='spawn'.
+  fix: num_workers=0 shows the error; open files and databases in __getitem__, not in __init__.
 
 data-worker-timeout: a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/
@@ -90,9 +89,8 @@ data-sampler (accuses nobody): sampler or shuffle was given where the loader tak
   /sampler option is mutually exclusive with shuffle/
   /DataLoader with IterableDataset: expected unspecified (?:shuffle|sampler)/
   why: DistributedSampler shuffles by itself; an IterableDataset takes no sampler
-  fix: DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without shuffle=, and
-    sampler.set_epoch(epoch), if no framework puts one in (Lightning and accelerator.prepare do).
-    Iterable: split inside __iter__ by rank and worker.
+  fix: DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), no shuffle=, and
+    sampler.set_epoch(epoch), if no framework does. Iterable: split in __iter__ by rank and worker.
 
 data-empty: the dataset or this rank's part of it is empty
   /num_samples should be a positive integer value, but got num_samples=0/
@@ -128,9 +126,8 @@ data-lock: a file or database is locked by another process
   /database is locked/
   /Timeout.*The file lock '[^']+' could not be acquired/
   why: Several ranks or workers open it for writing, or the file system has no locks
-  fix: Open it read-only, and in each worker itself, after the fork: h5py
-    HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let rank 0
-    write, then barrier; remove stale .lock files.
+  fix: Open it read-only, in each worker itself: h5py HDF5_USE_FILE_LOCKING=FALSE with mode 'r',
+    lmdb.open(..., readonly=True, lock=False); rank 0 writes, then barrier; remove old .lock files.
 
 data-hub: a server (a hub, a storage) refused, or could not be reached
   /We couldn't connect to '[^']+'/

@@ -17,8 +17,7 @@ lost-peer (lost): the connection to another rank was lost
   /Failed to meet rendezvous/
   /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
   why: The rank at the other end ended, so this is a consequence: its log has the cause
-  fix: Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per rank. No
-    message there: it was killed (memory, scheduler).
+  fix: Find the rank that ended first: torchrun --log-dir logs --tee 3. Without a word: killed.
 
 gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   /Timed out waiting \d+ms for (?:recv|send) operation to complete/

@@ -39,8 +39,7 @@ gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself fa
 gpu-xid-program (generic): a kernel of the program made the GPU fault
   /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/
   /NVRM: Xid \([^)]*\): ?\d+/
-  why: Xid 13, 31, 43 and 45 mostly come from the program: an address out of range, or a process
-    that ended with kernels under way. Rarely it is the GPU
+  why: Mostly the program: an address out of range, or a process that ended with kernels under way
   fix: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer find the kernel. Other programs fail, too: %DRAIN%
 
 gpu-hang (generic): the GPU hung, and its driver reset it
@@ -175,8 +174,7 @@ gpu-cuda-error (generic): a CUDA call failed
     in a bad state => No CUDA before the fork (multiprocessing_context='spawn'); else a reboot.
   case launch failure => A kernel crashed; what raised it came later => CUDA_LAUNCH_BLOCKING=1 and
     compute-sanitizer find it; Xid in dmesg; custom kernels off; if it stays with the GPU, the GPU.
-  case error: unknown error => The driver is in a bad state, or does not fit => nvidia-smi and dmesg
-    on that node; start the container again, or reboot.
+  case error: unknown error => The driver is in a bad state => nvidia-smi, dmesg there; or reboot.
   case error: invalid (?:resource handle|device context|argument) => A tensor, stream or event of
     one GPU was used on another, or a kernel was started with numbers out of range =>
     torch.cuda.set_device(LOCAL_RANK) before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
@@ -202,15 +200,13 @@ accelerator-collectives (generic): the device's own library of collectives faile
   /what\(\): +Collective call returned error/
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
-  fix: The versions of torch and of the vendor's plug-in belong together; end processes that are
-    left over; oneCCL: FI_PROVIDER=tcp as a trial.
+  fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
   case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
   case fill_device_fds|/dev/dri => oneCCL can't open the files of the GPUs in /dev/dri => docker run
     --device /dev/dri -v /dev/dri/by-path:/dev/dri/by-path; groups render, video.
   case local_coord|LOCAL_(?:RANK|SIZE) => oneCCL was started without mpirun, so it has no local rank
-    => mpirun, or CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and CCL_LOCAL_SIZE;
-    CCL_ZE_IPC_EXCHANGE=sockets where it finds no local ranks.
+    => mpirun, or CCL_PROCESS_LAUNCHER=none and CCL_LOCAL_RANK, _SIZE; CCL_ZE_IPC_EXCHANGE=sockets.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/
@@ -218,8 +214,7 @@ accelerator-timeout (timeout): work of an NPU, as a collective, did not finish i
   /Hccl\w+, error code is/
   /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
-  fix: Read the other ranks' logs first (ASCEND_GLOBAL_LOG_LEVEL=1; plog in ~/ascend/log); only if
-    one is slow: HCCL_EXEC_TIMEOUT, HCCL_CONNECT_TIMEOUT.
+  fix: Read the other ranks' logs first (plog in ~/ascend/log); only if slow: HCCL_EXEC_TIMEOUT.
 
 jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is missing
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
@@ -238,10 +233,8 @@ killed-sigfpe (generic): a process ended by an arithmetic exception in native co
   /Fatal Python error: Floating point exception/
   /Floating point exception(?: +\(core dumped\)|$)/
   /(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE/
-  why: An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other new GPUs,
-    or an extension that was given an empty tensor
-  fix: pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the Python
-    line; assert tensor.numel() before the extension.
+  why: An integer division by zero: cuBLAS before 12.4.5.8 on H20, or an extension on no data
+  fix: A newer nvidia-cublas-cu12 or torch; PYTHONFAULTHANDLER=1; assert tensor.numel() before it.
 """
 
 FAMILIES = read_families(_TEXT, DRAIN=_DRAIN)

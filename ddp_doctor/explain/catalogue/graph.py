@@ -47,8 +47,7 @@ graph-inplace: a tensor that backward needs was changed in place
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
   trainer: TrainingArguments(ddp_broadcast_buffers=False)
   confirm: torch.autograd.set_detect_anomaly(True) shows the line. It works without DDP: buffers.
-  or_else: With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; without DDP in
-    the stack it is the model's own in-place operation.
+  or_else: Without DDP in the stack it is the model's own in-place operation, and no buffer.
 
 graph-backward-twice: backward went through the same graph twice
   /Trying to backward through the graph a second time/
@@ -71,8 +70,7 @@ graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of
 
 graph-no-answer (lost): a rank gave no answer when DDP compared models
   /has inconsistent (?:0|\d{8,}) params/
-  why: A count of 0, or of many millions, is no model's: that rank ended, was in another collective,
-    or data does not get from GPU to GPU
+  why: 0, or many millions, is no model's: that rank ended, or is elsewhere, or GPUs do not connect
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
 
 graph-models-differ (mismatch): the ranks' models differ in parameters or their layout
@@ -92,8 +90,7 @@ graph-checkpoint-differs: the recomputed forward differs from the first one
   /torch\.utils\.checkpoint: trying to save more tensors/
   why: Code under checkpoint() does something else the second time: randomness outside of torch, a
     counter, a cache, or autocast that is not active in backward
-  fix: Make the checkpointed function depend on its arguments only; keep autocast around it;
-    debug=True of checkpoint() shows both runs.
+  fix: It depends on its arguments only; autocast around it; checkpoint(debug=True) shows both runs.
 
 [Model]
 
@@ -115,8 +112,7 @@ graph-ddp-device: DDP was given devices that do not fit its module
   /device_ids can only be None or contain a single element/
   /DistributedDataParallel's input module must be on the same type of devices/
   why: device_ids is for a module on one GPU. A CPU module, or one over several GPUs, takes none
-  fix: GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: DDP(model). One
-    process per GPU: device_ids has one element.
+  fix: On a GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]); CPU or gloo: DDP(model).
 
 graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/

@@ -133,8 +133,7 @@ launch-import: a package is missing or does not fit
     first than torch's => unset LD_LIBRARY_PATH; remove the second nvidia package.
   case torchvision::nms|undefined symbol => A package was built for another torch => Install the
     version of it that belongs to this torch (torchvision, flash-attn, apex).
-  case GLIBC => A package needs a newer system library than this node has => A container, or conda's
-    libstdcxx-ng; or an older build of the package.
+  case GLIBC => It needs a newer system library than this node has => A container; an older build.
   case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
     ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
   case circular import => Modules import each other, or a file of yours has the name of a package =>
@@ -186,8 +185,7 @@ launch-devices (accuses nobody): the number of processes is not what the program
   /You set `--ntasks=\d+` in your SLURM bash script/
   /num_processes \(\d+\) .*does not match/
   why: Each process asks for other devices or nodes than the launcher started processes for
-  fix: One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own setting are
-    the same number; --nodes is the number of nodes.
+  fix: --ntasks-per-node and --nproc_per_node equal the program's devices; --nodes its num_nodes.
   lightning: #SBATCH --ntasks-per-node=N (not --ntasks), Trainer(devices=N, num_nodes=NODES), srun
 
 launch-batch-size (accuses nobody): DeepSpeed's batch sizes do not fit the ranks
@@ -202,8 +200,7 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
   /`Accelerator` should only be initialized inside your training function/
   /CUDA has been initialized before the `notebook_launcher`/
   /Lightning can't create new processes if CUDA is already initialized/
-  why: The processes are forked from the notebook, so nothing before may have touched CUDA or made
-    an Accelerator, and functions must be importable
+  why: They are forked from the notebook: nothing before may touch CUDA or make an Accelerator
   fix: Move the training into a file and start it with !torchrun --nproc_per_node=N train.py; or
     restart the kernel and touch CUDA inside of the started function only.
   lightning: Trainer(strategy="ddp_notebook") after a restart of the kernel
@@ -233,9 +230,9 @@ launch-container (generic, accuses nobody): the container did not start, or has 
   fix: Read the lines below the message; check the mounts, and what the node has of them.
   case ImagePull|ErrImage|pulling image|manifest => The image could not be fetched => Its name and
     tag, imagePullSecrets; kubectl describe pod POD shows what the registry said.
-  case device driver|nvidia-container-cli|nvidia\.com/gpu => The container got no GPU => Install
-    nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; Kubernetes: the device
-    plugin and resources.limits nvidia.com/gpu.
+  case device driver|nvidia-container-cli|nvidia\.com/gpu => The container got no GPU =>
+    nvidia-container-toolkit; restart docker; Kubernetes: device plugin, resources.limits
+    nvidia.com/gpu.
   case user ID => The node does not know the user who started it => Exclude it and report it.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits

@@ -100,7 +100,7 @@ memory-pinned (generic): a batch could not be pinned
   /CUDA error: .*cudaHostAlloc/
   /Caught \w+ in pin memory thread/
   why: The thread that pins batches died: an error in a custom batch, no memory, or the GPU was gone
-  fix: pin_memory=False shows the first error; pin_memory() of a batch class; set_device before.
+  fix: pin_memory=False shows the first error; torch.cuda.set_device before the loader is made.
 
 killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/

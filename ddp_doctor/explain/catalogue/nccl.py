@@ -20,8 +20,7 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   lightning: DDPStrategy(timeout=timedelta(hours=1)); log with sync_dist only on all ranks
   accelerate: InitProcessGroupKwargs(timeout=timedelta(hours=1)); gather on all ranks
   trainer: TrainingArguments(ddp_timeout=3600)
-  confirm: Run again with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 and give the dumps
-    to explain; or py-spy dump each rank while it hangs.
+  confirm: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give explain the dumps.
   case (?:NCCL work: |SeqNum=|collective: \w+, #)1\b => It is the group's first collective, so
     nothing was exchanged yet: the GPUs can't reach each other, or a rank did not come so far =>
     NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 as a trial (then IOMMU and ACS off); NCCL_SOCKET_IFNAME on
@@ -97,15 +96,13 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
   /The NCCL backend requires GPUs/
   /Backend nccl is not (?:available|supported)/
   why: This torch is a CPU build (or one for Windows or macOS), or no GPU is visible
-  fix: backend = 'nccl' if torch.cuda.is_available() else 'gloo'. With a GPU: install torch with
-    CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES.
+  fix: 'nccl' if torch.cuda.is_available() else 'gloo'; with a GPU: torch with CUDA, nvidia-smi.
 
 nccl-wrong-device-tensor: a collective got a tensor on the wrong device
   /No backend type associated with device type (?:cpu|cuda)/
   /Tensors must be CUDA and dense/
   why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
-  fix: tensor.to(device) before the collective; or init_process_group('cpu:gloo,cuda:nccl') for
-    both; for Python objects torch.cuda.set_device first.
+  fix: tensor.to(device); or init_process_group('cpu:gloo,cuda:nccl'); torch.cuda.set_device first.
 
 nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   /is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<ranks>\d+)\]/
@@ -132,9 +129,8 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   /transport retry counter exceeded/
   why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
     retries there was no answer (status 12; 5 only follows from another failure)
-  fix: ibstat, perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE:
-    NCCL_IB_GID_INDEX=3; brief failures: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13; or
-    NCCL_IB_DISABLE=1.
+  fix: ibstat, perfquery on both nodes; without the link: NCCL_IB_HCA=^mlx5_2; RoCE:
+    NCCL_IB_GID_INDEX=3; if brief: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13; or NCCL_IB_DISABLE=1.
   case gloo/transport/ibverbs|UCX +ERROR => A connection of gloo or UCX over InfiniBand or RoCE had
     no answer: NCCL's settings do not count => ibstat on both nodes; gloo over TCP, UCX_TLS=tcp.
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
@@ -142,8 +138,7 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
 nccl-ib-queue (generic, accuses nobody): InfiniBand or RoCE could not set up a queue to a peer
   /Call to ibv_modify_qp failed/
   /Failed to modify QP to RTR/
-  why: The GID index is not that of the network (RoCE), the container has not the network of the
-    adapter, or the peer can't be reached over it
+  why: The GID index is not the network's (RoCE), or the container or peer has not that network
   fix: show_gids; NCCL_IB_GID_INDEX=3; docker --network=host; NCCL_IB_HCA=adapters of one network.
 
 nccl-ib-gpu-memory (accuses nobody): InfiniBand could not use the memory of a GPU
@@ -168,8 +163,7 @@ nccl-interface: NCCL found no network interface that it can use
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
   /Failed to initialize any NET plugin/
   /ncclSocketInit: connecting to address .* neither AF_INET/
-  why: NCCL_SOCKET_IFNAME names an interface that this node does not have, NCCL_NET or
-    NCCL_NET_PLUGIN a plugin, or only loopback is up
+  why: NCCL_SOCKET_IFNAME or NCCL_NET names what this node does not have, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.
 
 nccl-connect (lost): NCCL could not connect to another rank

@@ -93,8 +93,7 @@ compile-compiler: no compiler that fits torch, or it failed
   /unsupported GNU version! gcc versions later than/
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
-  why: Inductor and extensions (DeepSpeed's) need a C++ compiler, Python's headers, for GPUs Triton,
-    and the CUDA toolkit that torch was built with
+  why: Extensions and Inductor need a C++ compiler, Python's headers, Triton, torch's CUDA toolkit
   fix: The compiler's own first error stands above: read that. apt install build-essential
     python3-dev; CUDA_HOME=the toolkit of torch.version.cuda.
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
@@ -104,8 +103,7 @@ compile-compiler: no compiler that fits torch, or it failed
     toolkit of torch.version.cuda; TORCH_CUDA_ARCH_LIST of this GPU.
   case working triton|No module named .triton => Triton is missing, or does not fit this torch =>
     pip install triton, as torch's requirements name it (triton-windows); or torch.compile off.
-  case Failed to find C|No working|cl is not => There is no compiler => apt install build-essential
-    (Windows: the C++ build tools); or torch.compile off.
+  case Failed to find C|No working|cl is not => There is no compiler => apt install build-essential.
 """
 
 FAMILIES = read_families(_TEXT)

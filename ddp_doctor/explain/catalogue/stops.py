@@ -63,7 +63,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Closing process \d+ via signal SIGTERM/
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
-  why: Its launcher ends the others after one failed; without a failure, a scheduler or a person
+  why: The launcher ends the other ranks after one failed; with no failure: a scheduler, a person
   fix: Look for the first failure before it. If there is none: sacct, kubectl describe pod, or the
     cloud's events; handle SIGTERM to save a checkpoint.
 
@@ -117,8 +117,7 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
   case PMI => MPI and the launcher speak different versions of PMI => srun --mpi=list, then
     --mpi=pmix or pmi2, as MPI was built; or mpirun of the same MPI.
   case run as root => mpirun does not start as root unasked => mpirun --allow-run-as-root
-  case not enough slots => The hosts have fewer slots than -np asks for => A smaller -np, or HOST
-    slots=N in the host file; --oversubscribe only on CPUs.
+  case not enough slots => The hosts have fewer slots than -np => A smaller -np, or HOST slots=N.
   case TCP connection back|lost communication => A node can't open a connection to mpirun's node =>
     Open the ports between the nodes; --mca oob_tcp_if_include and btl_tcp_if_include NETWORK.
 
@@ -143,10 +142,8 @@ lost-finished-rank (mismatch, generic): a rank had finished while others still w
   # Alone these are warnings that nearly each program gives at its end: see silent_ends.
   /destroy_process_group\(\) was not called before program exit/
   /process group has NOT been destroyed before/
-  why: No rank failed but by a lost connection: the rank at the other end had ended as if all was
-    done. It had fewer batches, or left its loop early
-  fix: Equal numbers of batches: DistributedSampler(drop_last=True), or `with model.join():`; no
-    break, return or sys.exit(0) that one rank alone takes.
+  why: The rank that was lost had ended as if all was done: fewer batches, or it left its loop early
+  fix: DistributedSampler(drop_last=True), or `with model.join():`; no rank returns or breaks alone.
   lightning: use_distributed_sampler=True; limit_train_batches for iterable datasets
   accelerate: accelerator.prepare(loader); accelerator.join_uneven_inputs([model])
 """
