@@ -32,8 +32,7 @@ checkpoint-weights-only (generic): torch.load refuses what is more than weights,
   # generic: a damaged file comes first
   /Weights only load failed/
   /WeightsUnpickler error/
-  why: weights_only=True is the default since torch 2.6; the file has objects of classes that are
-    not allowed (numpy scalars, argparse.Namespace, a whole model)
+  why: weights_only=True is the default since torch 2.6; the file has objects that it does not allow
   fix: Save plain dicts, tensors and numbers. A file that you made yourself:
     torch.serialization.add_safe_globals([Class]), or weights_only=False; never for others' files.
 
@@ -55,8 +54,7 @@ checkpoint-corrupt: a file is incomplete, damaged or of another kind
   # torch's own reader, which offers weights_only=False also for a damaged file
   /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
-  why: The job was killed while it wrote, several ranks wrote the same file, the disk was full, or
-    a download was cut off or brought a page or a git-lfs pointer
+  why: A kill amid the write, two writers, a full disk, or a download that was cut or is a web page
   fix: Use the one before it, or download it again. Only rank 0 writes: a new name, then os.replace.
   case invalid load key, 'v' => The file is a pointer of git-lfs, not the file => git lfs pull.
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.

@@ -104,8 +104,7 @@ data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended 
   /Rank (?P<ranks>\d+) exhausted all inputs/
   /Detected at least one rank that exhausted inputs/
   why: model.join(throw_on_early_termination=True) raises on all ranks once one has no more batches
-  fix: DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or model.join()
-    without that argument, which lets the others go on.
+  fix: DistributedSampler(drop_last=True), or equal parts; or model.join() without that argument.
 
 [Storage and downloads]
 

@@ -87,8 +87,7 @@ gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   /c10d::Reducer::~Reducer/
   why: The DDP model is freed after destroy_process_group(): its destructor waits for a thread of
     gloo and keeps the GIL, which that thread needs to free a tensor
-  fix: del model (the DDP wrapper) before dist.destroy_process_group(); or train in a function of
-    its own, and destroy the group after it has returned.
+  fix: del model (the DDP wrapper) before dist.destroy_process_group(), or train in a function.
 
 gloo-destroy-hang (teardown): a process waits in the destructor of its process group
   /distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)/

@@ -128,8 +128,7 @@ gpu-ordinal: a rank chose a GPU that does not exist
   /You requested gpu: \[.*\]/
   /AssertionError: Invalid device id/
   /your machine only has: \[\d/
-  why: More ranks than GPUs on this node, a global rank used as device number, or
-    CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)
+  why: More ranks than GPUs here, cuda:RANK on several nodes, or CUDA_VISIBLE_DEVICES hides GPUs
   fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
     --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then. MIG: a process sees one slice only.
 
@@ -223,8 +222,7 @@ jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is mis
   /Coordination service agent in error status: /
   /WatchTasksAsync failed for task \d/
   /Stopping coordination service as cluster registration failed/
-  why: The coordination service waits for it: it crashed, was preempted, was started again, or
-    never; `Timed out task names` lists those that did not come
+  why: A process crashed, was preempted, or never came: `Timed out task names` lists such ones
   fix: Read its own log first. jax.distributed.initialize: as many processes as num_processes, each
     with its process_id, and never in a process that a data loader starts.
 

@@ -88,8 +88,7 @@ graph-checkpoint-differs: the recomputed forward differs from the first one
   /torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed values for the
     following tensors have different metadata)/
   /torch\.utils\.checkpoint: trying to save more tensors/
-  why: Code under checkpoint() does something else the second time: randomness outside of torch, a
-    counter, a cache, or autocast that is not active in backward
+  why: The recomputed forward differs: randomness outside of torch, a counter, a cache, no autocast
   fix: It depends on its arguments only; autocast around it; checkpoint(debug=True) shows both runs.
 
 [Model]
@@ -137,8 +136,7 @@ graph-shapes (generic): the shapes of two tensors do not fit
   /The expanded size of the tensor \(\d+\) must match the existing size/
   /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
-  fix: Print the batch's shape before the line that the traceback names; the last batch of an epoch
-    is smaller (drop_last=True, or no fixed batch size in view()).
+  fix: Print the shapes before the line that is named; the last batch may be smaller (drop_last).
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   /Must flatten tensors with uniform dtype but got/

@@ -79,8 +79,7 @@ launch-name (accuses nobody): a host name can't be resolved
   /^(?!.*ssh: ).*nodename nor servname provided, or not known/
   /getaddrinfo failed/
   /nslookup: can't resolve/
-  why: This node's DNS or /etc/hosts does not have it: MASTER_ADDR, the endpoint, or a server that
-    the program asks for a download, on a node without network
+  why: DNS or /etc/hosts of this node lacks it: MASTER_ADDR, the endpoint, or a download's server
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
 

@@ -51,8 +51,7 @@ collective-mismatch (mismatch): the ranks called different collectives
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
     before all_gather (gather the lengths first); same order of calls everywhere.
   accelerate: accelerator.pad_across_processes(tensor, dim=1) before gather
-  confirm: Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on
-    both ranks before the hang (on gloo it crashes torch 2.13).
+  confirm: TORCH_DISTRIBUTED_DEBUG=DETAIL on nccl names both operations (on gloo it crashes 2.13).
 
 nccl-duplicate-gpu (accuses nobody): two ranks use the same GPU
   /Duplicate GPU detected : rank \d+ and rank \d+ both on CUDA device/
@@ -107,8 +106,7 @@ nccl-wrong-device-tensor: a collective got a tensor on the wrong device
 nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   /is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<ranks>\d+)\]/
   /retreiving ncclUniqueId from \[(?P<ranks>\d+)\]/
-  why: The rank in `from [..]` creates the communicator's id at its first collective. It ended or
-    did not get there; the rank that prints this only waits for it
+  why: The rank in `from [..]` makes the id; it ended or did not get there; who prints this waits
   fix: Read the log of the named rank: it crashed, or it does work alone before its first collective
     (download, preprocessing, a prompt of wandb). A longer wait: init_process_group(timeout=...).
   lightning: downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))
@@ -117,8 +115,7 @@ nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
   /[Hh]eartbeat monitor timed out/
   /ProcessGroupNCCL's watchdog got stuck for \d+ seconds/
   why: A call of CUDA or NCCL does not return, or holds the GIL: a hung GPU or driver, an abort
-  fix: Look for an Xid in dmesg and for an earlier timeout in the log;
-    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.
+  fix: Look for an Xid in dmesg, and an earlier timeout; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if slow.
 
 [NCCL: network]
 

@@ -64,8 +64,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks after one failed; with no failure: a scheduler, a person
-  fix: Look for the first failure before it. If there is none: sacct, kubectl describe pod, or the
-    cloud's events; handle SIGTERM to save a checkpoint.
+  fix: Look for a failure before it; if none: sacct, kubectl describe pod; save on SIGTERM.
 
 stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
   /KeyboardInterrupt/
