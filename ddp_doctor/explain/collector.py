@@ -40,13 +40,14 @@ _ERROR_LINE = re.compile(
 _NOTABLE = re.compile(
     r"(?i)(?:\b\w*error\b|\bfail(?:s|ed|ure)\b|fatal|\b(?:cannot|can't|could not|unable|unknown)\b"
     r"|denied|invalid|refused|not found|\bno such\b|unsupported|abort|exceeded|expired|mismatch"
-    r"|\bnot (?:supported|available|allowed|exist|set)\b|please use|\bNCCL WARN\b"
+    r"|\bnot (?:supported|available|allowed|exist|set)\b|please use|\bNCCL WARN\b|\[W\d* "
     r"|\blib(?!c\.|c-|pthread|python|stdc|torch|c10)[\w+-]+\.so)"
 )
 _DULL = re.compile(
     r"(?i)deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)"
     r"|Traceback \(|distributed.elastic|handle_error|WriteFailureInfo|^PC: @|^ *File \"| FAILED$"
-    r"|\breturn\b"
+    r"|\breturn\b|currently unknown|socket\.cpp|OMP_NUM_THREADS|NCCL INFO .*plugin|^Last error:$"
+    r"|Some NCCL operations have|Error executing job with"
 )
 """What no entry knows, and may yet say more than what one knows: an answer that is not certain
 quotes the nearest of them."""
@@ -430,7 +431,7 @@ class Collector:
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
         form, notable = re.sub(r"\d+", "0", line.text), self.evidence.notable
-        is_notable = _NOTABLE.search(line.text[:1000]) and not _DULL.search(line.raw[:1000])
+        is_notable = _NOTABLE.search(line.raw[:1000]) and not _DULL.search(line.raw[:1000])
         if is_notable and len(notable) < _MAX_NOTABLE:
             notable.setdefault(form, line)
 

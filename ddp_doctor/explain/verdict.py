@@ -108,6 +108,7 @@ def _near(verdict: Verdict, evidence: Evidence) -> list[Line]:
     told = [(line.file, line.number) for line in verdict.evidence]
     lines = [line for line in evidence.notable.values() if (line.file, line.number) not in told]
     if verdict.root is None:
+        lines = lines if verdict.kind == "unknown" else []
         return lines if len(lines) <= _MOST_NEAR else [*lines[:2], lines[-1]]
     start = verdict.root.line
     away = {line.number: start.number - line.number for line in lines if line.file == start.file}
