@@ -45,10 +45,7 @@ _PREFIXES = (
     # seconds since the start, and levels
     re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?"),
     re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?"),
-    re.compile(
-        rf"[A-Z]{{4,8}} \d\d-\d\d (?P<clock>{_CLOCK}) \[[\w./]+:\d+\] ?"
-        r"(?=Traceback| {2,}|[\w.]+(?:Error|Exception):)"
-    ),
+    re.compile(rf"[A-Z]{{4,8}} \d\d-\d\d {_CLOCK} \[\S+:\d+\] ?(?=Traceback|  |[\w.]+Error:)"),
     # hosts: of NCCL, Kubernetes, Ray, docker compose
     re.compile(r"(?P<host>[\w.-]+):\d+:\d+ \[-?\d+\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"),
     re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),

@@ -243,18 +243,17 @@ def _weaken_crashes(events: Sequence[Event]) -> None:
 
 
 def _weaken_lost(events: Sequence[Event], evidence: Evidence) -> None:
-    """Take lost connections for an effect where one node's agent was told to stop, and no other.
+    """Take lost connections for an effect where nothing but one agent's SIGTERM is told beside.
 
-    WHY: in the logs of several nodes these stand first, and the signal has a line of its own.
+    WHY: in the logs of several nodes theirs may stand first.
     """
     told = [e for e in events if e.code == "stop-sigterm" and "death signal" in e.line.text]
     others = [e for e in events if e.tier < Tier.TEARDOWN and not e.is_weak]
-    if any(ended.status > 0 for ended in evidence.exits.exits):
-        return
-    if told and all(e.tier == Tier.LOST or "RendezvousClosed" in e.line.text for e in others):
+    is_lost = all(e.tier == Tier.LOST or "RendezvousClosed" in e.line.text for e in others)
+    if told and is_lost and all(ended.status <= 0 for ended in evidence.exits.exits):
+        told[0].tier = Tier.LOST
         for event in others:
             event.tier = Tier.TEARDOWN
-        told[0].tier = Tier.LOST
 
 
 def _weaken_time_limit(events: Sequence[Event], evidence: Evidence) -> None:

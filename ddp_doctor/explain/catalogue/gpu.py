@@ -177,8 +177,6 @@ gpu-cuda-error (generic): a CUDA call failed
   case error: invalid (?:resource handle|device context|argument) => A tensor, stream or event of
     one GPU was used on another, or a kernel was started with numbers out of range =>
     torch.cuda.set_device(LOCAL_RANK) before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
-  case error: operation not supported => This GPU or driver can't do it: vGPU, WSL, MIG, peer access
-    => NCCL_P2P_DISABLE=1, expandable_segments off, no CUDA tensors between processes.
 
 [Other accelerators, arithmetic exceptions]
 

@@ -14,9 +14,8 @@ graph-unused (accuses speaker): parameters of the model got no gradient in the l
   why: DDP waits for one gradient per parameter. Forward skipped a layer, or returned an output that
     the loss does not use, or backward raised an error that was caught
   fix: Name the parameters with TORCH_DISTRIBUTED_DEBUG=INFO. Then use them in every forward, or set
-    requires_grad=False before DDP(model), or delete them. If they are meant to be unused:
-    DistributedDataParallel(model, find_unused_parameters=True). If an output is not part of the
-    loss: return only what the loss uses.
+    requires_grad=False before DDP(model), or delete them; return only what the loss uses. Meant to
+    be unused: DistributedDataParallel(model, find_unused_parameters=True).
   lightning: Trainer(strategy="ddp_find_unused_parameters_true")
   accelerate: kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
   trainer: TrainingArguments(ddp_find_unused_parameters=True)

@@ -102,11 +102,6 @@ launch-no-group (accuses nobody): the process group was used before it was made
   fix: dist.init_process_group() first in main(), and torchrun for one GPU, too; or in one process
     BatchNorm for SyncBatchNorm, and collectives only if dist.is_initialized().
 
-launch-init-method (accuses nobody): this torch does not know the init_method
-  /No rendezvous handler for \S*:/
-  why: Known are env://, tcp://HOST:PORT and file:///PATH; torch 1.7 for Windows knows file:// only
-  fix: init_process_group(backend) alone, which is env://, started by torchrun; or a newer torch.
-
 launch-spawn-guard (accuses nobody): a process was started amid an import
   /An attempt has been made to start a new process before the\s*/
   /current process has finished its bootstrapping phase/
@@ -135,8 +130,7 @@ launch-import: a package is missing or does not fit
   case GLIBC => It needs a newer system library than this node has => A container; an older build.
   case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
     ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
-  case circular import => Modules import each other, or a file of yours has the name of a package =>
-    Rename the file; import inside of the function that needs it.
+  case circular import => Modules import each other, or a file has a package's name => Rename it.
   case cannot import name => An installed package is of another version than the code was written
     for => pip install the versions that the program's requirements name.
   or_else: A module of your own: start it in its folder, or PYTHONPATH; or a file has that name.
@@ -254,8 +248,7 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
   /A worker died or was killed while executing a task by an unexpected system error/
   /Worker unexpectedly exits with a connection error code \d+/
   why: Ray lists guesses: memory, ray stop, a crash. The worker's own log has its last words
-  fix: Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with explain;
-    memory: fewer workers per node, or more memory per worker.
+  fix: Explain worker-*-PID.err in /tmp/ray/session_latest/logs on its node; memory: fewer workers.
 
 launch-lightning (generic, accuses nobody): Lightning refused its settings
   /MisconfigurationException: /

@@ -92,8 +92,7 @@ memory-shm: shared memory (/dev/shm) is full
   /[Uu]nexpected bus error encountered in worker/
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;
-    fewer workers or a smaller prefetch_factor;
-    torch.multiprocessing.set_sharing_strategy('file_system').
+    fewer workers; torch.multiprocessing.set_sharing_strategy('file_system').
 
 memory-pinned (generic): a batch could not be pinned
   /Pin memory thread exited unexpectedly/
@@ -128,8 +127,7 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   /corrupted (?:size vs|double-linked)/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/
   why: An extension (image or video decoding, HDF5, custom CUDA, another ABI) or a full stack
-  fix: PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the dataset;
-    ulimit -s unlimited; reinstall the extension for this torch.
+  fix: PYTHONFAULTHANDLER=1 shows the line; num_workers=0; ulimit -s unlimited; newer extensions.
   or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo crashes torch 2.13 when DDP is made; use INFO.
 
 killed-bus (generic): a process got a bus error (SIGBUS)

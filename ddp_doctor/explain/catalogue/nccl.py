@@ -70,16 +70,14 @@ nccl-remote-error (lost): NCCL lost the connection to another rank
   /Socket recv failed while polling for opId/
   /Call to recv from .* failed : Connection (?:reset|timed out)/
   why: A rank that this one talks to ended, or the network between them failed
-  fix: Look at the log of the other ranks: the first that ended is the cause. If none ended: the
-    network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).
+  fix: The rank that ended first (see its log) is the cause; if none: network, NCCL_SOCKET_IFNAME.
 
 nccl-version (mismatch): the ranks use different versions of NCCL
   /[Mm]ismatched NCCL version detected/
   /NCCL version mismatch/
   /Invalid config \w+ attribute value -2147483648/
   why: Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another libnccl first
-  fix: Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c 'import
-    torch; print(torch.__version__, torch.cuda.nccl.version())'.
+  fix: One image on all nodes; unset LD_LIBRARY_PATH; compare torch.cuda.nccl.version() on each.
 
 nccl-shm (accuses nobody): NCCL could not use /dev/shm
   /Error while (?:creating|attaching to) shared memory segment /

@@ -94,8 +94,7 @@ compile-compiler: no compiler that fits torch, or it failed
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Extensions and Inductor need a C++ compiler, Python's headers, Triton, torch's CUDA toolkit
-  fix: The compiler's own first error stands above: read that. apt install build-essential
-    python3-dev; CUDA_HOME=the toolkit of torch.version.cuda.
+  fix: Its own first error stands above. apt install build-essential python3-dev; set CUDA_HOME.
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
     older gcc, or a newer toolkit of the same major version as torch's.
   case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.

@@ -45,8 +45,6 @@ stop-evicted (killed): Kubernetes evicted the pod
   /TaintManagerEviction(?!.*Cancelling)/
   why: The node ran out of memory, disk or was drained
   fix: Set resources.requests to what is used, ephemeral-storage, too; checkpoints on a volume.
-  case TaintManager => The node got a taint that this pod does not tolerate, as when it does not
-    answer => kubectl describe node NODE says why; save and restart.
 
 stop-sighup (killed): the terminal was closed (SIGHUP)
   /got signal: 1\b/
@@ -115,7 +113,6 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
     differs => sbatch --exclude=NODE; its administrator compares the three.
   case PMI => MPI and the launcher speak different versions of PMI => srun --mpi=list, then
     --mpi=pmix or pmi2, as MPI was built; or mpirun of the same MPI.
-  case run as root => mpirun does not start as root unasked => mpirun --allow-run-as-root
   case not enough slots => The hosts have fewer slots than -np => A smaller -np, or HOST slots=N.
   case TCP connection back|lost communication => A node can't open a connection to mpirun's node =>
     Open the ports between the nodes; --mca oob_tcp_if_include and btl_tcp_if_include NETWORK.
