@@ -430,10 +430,9 @@ class Collector:
                 self.evidence.failure = line
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
-        form, notable = re.sub(r"\d+", "0", line.text), self.evidence.notable
-        is_notable = _NOTABLE.search(line.raw[:1000]) and not _DULL.search(line.raw[:1000])
-        if is_notable and len(notable) < _MAX_NOTABLE:
-            notable.setdefault(form, line)
+        notable, text = self.evidence.notable, line.raw[:1000]
+        if len(notable) < _MAX_NOTABLE and _NOTABLE.search(text) and not _DULL.search(text):
+            notable.setdefault(re.sub(r"\d+", "0", line.text), line)
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
         """Keep an event, or count it if its like is there."""

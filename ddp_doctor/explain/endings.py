@@ -12,7 +12,8 @@ from ddp_doctor.explain.events import Event, Line, Tier
 from ddp_doctor.explain.exits import Exit
 
 _SUCCESS = re.compile(
-    r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
+    r"(?i)\b(?:(?:training|prediction|inference) (?:is |has )?(?:complete|finished|done|successful)"
+    r"|finished training"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
     r"|worker group finished|saving final (?:epoch )?checkpoint"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
@@ -158,7 +159,7 @@ def _note_progress(
     text: str, number: int, newest: dict[str, tuple[float, int]], ending: Ending
 ) -> None:
     found = [*_COUNTER.finditer(text)]
-    if not found:
+    if not found or "checkpoint" in text:  # a step that was saved
         return
     shape = _NUMBER.sub("#", text.strip())
     total = sum(float(counter[counter.lastgroup or 0]) for counter in found)
@@ -253,7 +254,7 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
 def read_numbers(event: Event) -> None:
     """Tell by a message's numbers that others fill the GPU, or that too many ranks joined."""
     sizes = [found for form in _GPU_SIZES if (found := re.search(form, event.line.text))]
-    if event.cause is BY_CODE["memory-gpu"] and sizes:
+    if event.code in ("memory-gpu", "memory-gpu-weights") and sizes:
         total, free, own = (_gib(sizes[0][name]) for name in ("all", "free", "own"))
         if (others := total - free - own) > own:
             event.cause = BY_CODE["memory-gpu-others"]

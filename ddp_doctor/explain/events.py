@@ -155,8 +155,9 @@ class Frame:
     @property
     def is_library(self) -> bool:
         path = self.file.replace("\\", "/")
-        marks = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>")
-        return any(mark in path for mark in marks) or path.startswith("torch/")
+        marks = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>", "<__")
+        is_script = "/bin/" in path and not path.endswith(".py")
+        return is_script or any(mark in path for mark in marks) or path.startswith("torch/")
 
 
 @dataclass(slots=True, kw_only=True)

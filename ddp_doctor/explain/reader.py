@@ -142,7 +142,7 @@ def _read_block(block: bytes, collector: Collector, search: Search | None, numbe
         if len(line) > 2 * _MAX_LINE_BYTES:
             line = line[:_MAX_LINE_BYTES] + b" " + line[-_MAX_LINE_BYTES:]
         for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
-            if part:
+            if part or collector.wants_more:  # a blank line ends a message
                 collector.take(part, number)
         before = block[max(0, position - _END_BYTES) : position]
         if b"Traceback (most" in line:

@@ -192,7 +192,9 @@ def _raised(raised: Raised, most: int = _MAX_TEXT) -> str:
     frame = raised.own_frame
     place = f" at {raised.where}" if raised.where else ""
     inside = f" in {frame.function}" if frame and frame.function else ""
-    return _shortened(text, most) + place + inside
+    last = raised.frames[-1] if raised.frames else frame
+    below = f", raised in {last.file}:{last.line}" if frame and last and last != frame else ""
+    return _shortened(text, most) + place + inside + below
 
 
 def _shortened(text: str, most: int = _MAX_TEXT) -> str:

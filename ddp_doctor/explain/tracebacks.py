@@ -49,7 +49,7 @@ _OTHER_RECORD = re.compile(
 )
 """How a line of a logger, or of a shell, begins: no part of the message before it."""
 
-_GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?[WEIF]\d{3,4} \d\d:")
+_GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?[WEIF]\d{3,4} \d\d:|\[(?:ERROR|WARNING|INFO)\] \d")
 _MAX_MESSAGE_LINES = 12
 _MAX_FRAMES = 120
 
@@ -210,7 +210,7 @@ class Assembler:
         raised = self.in_message.raised
         if text.strip():
             raised.message = f"{raised.message}\n{text.strip()}"[:4000]
-        elif self.message_lines > 2:
+        elif raised.message:
             self.in_message = None
 
     def _close(self) -> None:

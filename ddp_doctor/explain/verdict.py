@@ -585,6 +585,10 @@ def who(
         is_alone = not evidence.exits.exits and {e.rank for e in evidence.events} == {root.rank}
         if is_alone and root.kind == "exception" and not evidence.rank_of_file:
             return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
+        by_itself = {e.rank for e in evidence.exits.exits if e.from_block and e.status > 0}
+        heard = {e.rank for e in evidence.events if e.kind == "exception"}
+        if root.kind == "exception" and by_itself - heard - {root.rank}:
+            return Guilty(root.rank, host, UNKNOWN, "others failed, too, and do not say how"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 
@@ -601,7 +605,9 @@ def _alike(root: Event, events: Sequence[Event]) -> tuple[int, ...]:
         return event.raised is not None and event.raised.type == root.raised.type
 
     is_exit = root.kind == "exit" and root.rank is not None
-    own = [e for e in events if e.is_weak == root.is_weak and (e.kind == "exit") == is_exit]
+    said = root.raised.shape if root.raised is not None and root.raised.message else None
+    own = [e for e in events if (e.kind == "exit") == is_exit]
+    own = [e for e in own if e.is_weak == root.is_weak or (e.raised and e.raised.shape == said)]
     like = [root, *filter(is_like, own)] if root.rank is not None else [*filter(is_like, own)]
     ranks = (e.ranks if e.rank is None else (e.rank,) for e in like)
     return tuple(sorted(set().union(*ranks)))

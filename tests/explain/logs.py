@@ -42,7 +42,7 @@ LOGS = [Composed(*line.replace("\\n", "\n").split(" ", 2)) for line in _LINES]
 WITHOUT_LOG = {
     **dict.fromkeys(["nccl-timeout", "collective-missing"], "timeouts() makes its logs"),
     **dict.fromkeys(["stop-silent", "lost-finished-rank", "memory-gpu-weights"], "short_logs.txt"),
-    **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks there, too"),
+    "gloo-ddp-outlives-group": "a race: a stack in short_logs.txt",
     "nccl-aborted": "needs NCCL and GPUs, and a second failure",
     "killed-outside": "in no log: in the run folder, TestFiles",
 }
@@ -173,6 +173,7 @@ ENDED = {
     *("lightning", "trainer", "slurm", "deepspeed", "told to stop, and saved", "this suite"),
     *("a retried download", "exception that was ignored", "a logged exception", "status 0"),
     *("a restart that succeeded", "addresses of Docker Desktop, and training in Chinese"),
+    "late checkpoints",
 }
 """Those that say that the job ended as it should; the others only stop."""
 

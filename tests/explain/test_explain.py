@@ -18,7 +18,7 @@ import pytest
 
 import ddp_training
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
-from ddp_doctor.explain.matching import Matcher, literal_of
+from ddp_doctor.explain.matching import Matcher
 from ddp_doctor.explain.reader import Search
 from tests.explain import logs, reproducers
 from tests.explain.logs import FORMS, code_of, explain, explain_text, joined, rank_of, timeouts
@@ -43,10 +43,8 @@ class TestCatalogue:
         search = Search(Matcher(CAUSES).words())
         for case in logs.LOGS:
             assert search.line_starts(case.text.encode()), case.code
-        for cause in CAUSES:
-            for phrase in cause.phrases:
-                assert literal_of(phrase)
-                re.compile(phrase)
+        for phrase in [phrase for cause in CAUSES for phrase in cause.phrases]:
+            re.compile(phrase)
 
 
 def test_what_a_log_says_beside_a_message_chooses_the_remedy(tmp_path: Path) -> None:
@@ -204,8 +202,6 @@ class TestFiles:
 OTHERS_OF_1000 = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
 OTHERS_OF_4 = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
 SUB_GROUP = ("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
-STEPS = [f"step {n}" for n in range(4)]
-OF_8 = dict.fromkeys(range(8), 808)
 ITS_PLACE = "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
 OTHER_GROUP = logs.waiting("ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 12, ALLREDUCE 18233")
 OTHER_GROUP = OTHER_GROUP.replace("PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", ITS_PLACE)
@@ -216,7 +212,7 @@ LONG_OR_CHANGED = {
         joined(*([line, *OTHERS_OF_1000] for line in logs.of_rank(1, KEY_ERROR))),
     "a rank whose line was cut off: nccl-timeout of nobody":
         joined(["@says nothing is known of rank 7"],
-               timeouts(OF_8, world_size=8).splitlines()[:9]),
+               timeouts(dict.fromkeys(range(8), 808), world_size=8).splitlines()[:9]),
     "an operation that was cut off is no other one: nccl-timeout of nobody":
         logs.waiting("ALLREDUCE 90, ALLREDUCE 90, ALLREDUCE 90, untold").rpartition("EDUCE")[0],
     "numbers of different groups are not compared: nccl-timeout":
@@ -234,7 +230,7 @@ LONG_OR_CHANGED = {
                *([f"<gpu-a.3/12:30:05> {line}", *OTHERS_OF_4] for line in KEY_ERROR)),
     "what was logged, long before the exception that ended it: python-valueerror of nobody":
         joined(logs.traceback_of("requests.ConnectionError: Max retries exceeded with url: /a"),
-               STEPS, logs.traceback_of("ValueError: the mask and the input differ in length"),
+               ["step 0", "step 1", "step 2"], logs.traceback_of("ValueError: differs in length"),
                80 * [60 * "="]),
     "of many error lines the last one counts, after words of success, too: unknown":
         joined(["{'train_runtime': 12.1}", ""],

@@ -12,7 +12,6 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
   fix: Save model.module.state_dict() (of a compiled model model._orig_mod.state_dict()), load into
     the bare model before DDP(model). An old file: state =
     {k.removeprefix('module.').removeprefix('_orig_mod.'): v for k, v in state.items()}.
-  lightning: checkpoint['state_dict'] has the names of the LightningModule: load_from_checkpoint
   accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
 
 checkpoint-size: a parameter of the checkpoint has another shape than the model's

@@ -48,7 +48,6 @@ data-target-range: a label or index is out of range
   why: A label outside of the classes, a token id >= the embedding's rows, or a sequence too long
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)); truncation to max_position_embeddings.
-  trainer: from_pretrained(..., num_labels=N)
 
 data-label-type (generic): the labels have the wrong type for the loss
   /expected scalar type Long but found \w+/

@@ -30,6 +30,8 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
   confirm: dist.monitored_barrier() (gloo) in its place names the ranks that are missing.
+  case exit barrier => This node is done; the agent of another still works, or has ended => Read the
+    logs of the other nodes.
 
 gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
   /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/
@@ -88,15 +90,6 @@ gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   why: The DDP model is freed after destroy_process_group(): its destructor waits for a thread of
     gloo and keeps the GIL, which that thread needs to free a tensor
   fix: del model (the DDP wrapper) before dist.destroy_process_group(), or train in a function.
-
-gloo-destroy-hang (teardown): a process waits in the destructor of its process group
-  /distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)/
-  /(?:destroy_process_group|_shutdown_backend) \(.*distributed_c10d\.py:\d+\)/
-  /ProcessGroupGloo::~ProcessGroupGloo/
-  /gloo::transport::tcp::(?:Pair::~Pair|Device::~Device)/
-  why: A process that has finished closes its connections, and waits for a rank that has not
-  fix: dist.barrier() before dist.destroy_process_group(), so that all ranks leave together;
-    os._exit(0) after the last save, where a rank that does not answer must not hold up the others.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -147,6 +147,7 @@ gpu-arch: torch or an extension has no kernels for this GPU
   /no kernel image is available for execution on the device/
   /is not compatible with the current PyTorch installation/
   /CUDA error: invalid device function/
+  /implementation for device cuda:\d+ not found/
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
@@ -208,6 +209,7 @@ accelerator-collectives (generic): the device's own library of collectives faile
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/
   /EI000[26]: /
+  /error code is 507046/
   /Hccl\w+, error code is/
   /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow

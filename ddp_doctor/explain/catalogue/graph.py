@@ -44,8 +44,6 @@ graph-inplace: a tensor that backward needs was changed in place
   fix: If forward runs twice per step (GAN, siamese, contrastive): DistributedDataParallel(model,
     broadcast_buffers=False), or put both inputs in one forward, or SyncBatchNorm. Otherwise replace
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
-  trainer: TrainingArguments(ddp_broadcast_buffers=False)
-  confirm: torch.autograd.set_detect_anomaly(True) shows the line. It works without DDP: buffers.
   or_else: Without DDP in the stack it is the model's own in-place operation, and no buffer.
 
 graph-backward-twice: backward went through the same graph twice

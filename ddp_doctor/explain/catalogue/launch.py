@@ -11,7 +11,6 @@ launch-environment (accuses nobody): the variables of a launcher are missing
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
-  accelerate: accelerate launch train.py
 
 launch-port (accuses nobody): a port is taken
   /EADDRINUSE/
@@ -38,7 +37,6 @@ launch-client-timeout (timeout): the address of another process could not be rea
   why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
-  lightning: Trainer(num_nodes=NODES), by srun, or once per node with MASTER_ADDR and NODE_RANK
   case not permitted => A sandbox forbids sockets => Run it outside, or allow it the network.
   case [\[(, ]0\.(?!0\.0\.0)\d+\.\d+\.\d+ => A host name of digits alone was taken for an address =>
     The node's IP address, or a name with a letter; torchrun --local-addr=localhost on one node.
@@ -131,6 +129,8 @@ launch-import: a package is missing or does not fit
   case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
     ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
   case circular import => Modules import each other, or a file has a package's name => Rename it.
+  case cannot import name .*\(/(?!.*(?:site|dist)-packages) => It is of a checkout of your own: a
+    wrong name, or not built => Correct the name; pip install -e . or make.
   case cannot import name => An installed package is of another version than the code was written
     for => pip install the versions that the program's requirements name.
   or_else: A module of your own: start it in its folder, or PYTHONPATH; or a file has that name.

@@ -19,6 +19,8 @@ memory-gpu: the GPU ran out of memory
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
+  case RESOURCE_EXHAUSTED => The memory (HBM) of a TPU is short => More shards (FSDP, tensor
+    parallel), a smaller batch or sequence per core, remat, bfloat16.
 
 memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved
   /Failed to clone\(\) tensor with name/
@@ -60,7 +62,6 @@ memory-slurm-oom (killed): the scheduler killed processes for memory
   /memory usage exceeded request_memory/
   why: The processes of this node used more memory than the job asked for
   fix: sbatch --mem=0 (all of the node) or a larger --mem; bsub -M, qsub -l mem=. %HOST%
-  confirm: sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; bhist -l JOB; qstat -fx JOB.
 
 memory-pod-oom (killed): the container was killed for memory (OOMKilled)
   /OOMKilled/

@@ -42,7 +42,7 @@ amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is inf(?:inite|inity)?\b/
   /[Ll]oss became (?:infinite|NaN)/
   /grad_scale is too small/
-  /found (?:NaN|Inf) in (?:local )?(?:forward |backward )?(?P<what>loss|grad)/
+  /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:\w+ )*(?P<what>loss|grad)/
   /(?:nan|NaN|inf)\b.*[Ss]topping training/
   /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
@@ -50,6 +50,7 @@ amp-nan: loss or gradient is NaN or infinite
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
   /probability tensor contains either `inf`, `nan`/
   /but found invalid values:\s+tensor\(.*nan/
+  /expects all elements of std >= 0\.0/
   /Current loss scale already at minimum/
   /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
@@ -94,7 +95,7 @@ compile-compiler: no compiler that fits torch, or it failed
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Extensions and Inductor need a C++ compiler, Python's headers, Triton, torch's CUDA toolkit
-  fix: Its own first error stands above. apt install build-essential python3-dev; set CUDA_HOME.
+  fix: Look above for its first error. apt install build-essential python3-dev; set CUDA_HOME.
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
     older gcc, or a newer toolkit of the same major version as torch's.
   case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.

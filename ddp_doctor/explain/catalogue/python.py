@@ -12,8 +12,7 @@ def _cause(name: str, title: str, why: str) -> Cause:
         title=title,
         is_generic=True,
         why=why,
-        fix="Read the line that is named; if it works on data, with this rank's batch.",
-        confirm="Run that line in one process with the same input.",
+        fix="Read the line that is named, and its values; of a library: does its version fit?",
     )
 
 
@@ -24,14 +23,10 @@ SyntaxError IndentationError OverflowError FloatingPointError PermissionError Ti
 NotADirectoryError IsADirectoryError StopIteration
 """
 BUILT_IN = {
-    name: _cause(name, f"the program raised {name}", "Its message says what was wrong")
+    name: _cause(name, f"the program raised {name}", "Its own code, or a library, raised it")
     for name in _NAMES.split()
 }
-RAISED = _cause(
-    "raised",
-    "the program raised an exception of its own",
-    "Code of the program, not of torch, raised it",
-)
+RAISED = _cause("raised", "the program raised an exception of its own", "Its own code raised it")
 OPERATION = _cause(
     "operation",
     "an operation of torch or of a native library refused its input",
