@@ -37,17 +37,18 @@ _ERROR_LINE = re.compile(
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
     r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
-_NOTABLE = re.compile(
-    r"(?i)(?:\b\w*error\b|\bfail(?:s|ed|ure)\b|fatal|\b(?:cannot|can't|could not|unable|unknown)\b"
-    r"|denied|invalid|refused|not found|\bno such\b|unsupported|abort|exceeded|expired|mismatch"
-    r"|\bnot (?:supported|available|allowed|exist|set)\b|please use|\bNCCL WARN\b|\[W\d* "
-    r"|\blib(?!c\.|c-|pthread|python|stdc|torch|c10)[\w+-]+\.so)"
+_NOTABLE = (
+    *("error", "fail", "fatal", "abort", "cannot", "can't", "could not", "unable", "unknown"),
+    *("denied", "invalid", "refused", "not found", "no such", "unsupported", "exceeded", "expired"),
+    *("mismatch", "not supported", "not available", "not allowed", "not exist", "not set", ".so"),
+    *("please use", "nccl warn", ".cpp:"),
 )
 _DULL = re.compile(
-    r"(?i)deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)"
-    r"|Traceback \(|distributed.elastic|handle_error|WriteFailureInfo|^PC: @|^ *File \"| FAILED$"
-    r"|\breturn\b|currently unknown|socket\.cpp|OMP_NUM_THREADS|NCCL INFO .*plugin|^Last error:$"
-    r"|Some NCCL operations have|Error executing job with"
+    r"deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)|^pc: @"
+    r"|traceback \(|distributed.elastic|handle_error|writefailure|^ *file \"|^\S+ failed$|return\b"
+    r"|currently unknown|socket\.cpp|omp_num_threads|nccl info .*plugin|^last error:$|=unknown"
+    r"|some nccl operations|error executing job|errors might be asynch|find_unused_parameters="
+    r"|/lib(?:c|pthread|python|stdc|torch)[\w.+-]*\.so"
 )
 """What no entry knows, and may yet say more than what one knows: an answer that is not certain
 quotes the nearest of them."""
@@ -430,9 +431,11 @@ class Collector:
                 self.evidence.failure = line
         elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
             self.evidence.error_line = line
-        notable, text = self.evidence.notable, line.raw[:1000]
-        if len(notable) < _MAX_NOTABLE and _NOTABLE.search(text) and not _DULL.search(text):
+        notable, text = self.evidence.notable, line.raw[:1000].lower()
+        if any(word in text for word in _NOTABLE) and not _DULL.search(text):
             notable.setdefault(re.sub(r"\d+", "0", line.text), line)
+            if len(notable) > _MAX_NOTABLE:
+                del notable[next(iter(notable))]
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
         """Keep an event, or count it if its like is there."""
