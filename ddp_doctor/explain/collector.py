@@ -24,7 +24,7 @@ from ddp_doctor.explain.sources import Source
 from ddp_doctor.explain.tracebacks import Assembler, Found
 
 LOOSE = re.compile(
-    r"(?:E +)?(?P<type>(?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|gaierror)"
+    r"(?:E +)?(?P<type>(?:\w+\.)*(?:[A-Z]\w*(?:Error|Interrupt|Timeout)|\w*Exception|gaierror)"
     r"):(?: (?P<message>.*)|$)"
 )
 _ERROR_LINE = re.compile(
@@ -41,7 +41,7 @@ _NOTABLE = (
     *("error", "fail", "fatal", "abort", "cannot", "can't", "could not", "unable", "unknown"),
     *("denied", "invalid", "refused", "not found", "no such", "unsupported", "exceeded", "expired"),
     *("mismatch", "not supported", "not available", "not allowed", "not exist", "not set", ".so"),
-    *("please use", "nccl warn", ".cpp:"),
+    *("please use", "nccl warn", ".cpp:", "training complete", "training finish", "finished train"),
 )
 _DULL = re.compile(
     r"deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)|^pc: @"
@@ -54,6 +54,7 @@ _DULL = re.compile(
 quotes the nearest of them."""
 
 _MAX_NOTABLE = 500
+_NO_ERROR = re.compile(r"distributed\.elastic| W tensorflow/")
 _RETRIED = re.compile(
     r"\b[Rr]etry(?:ing)?\b(?! count)|Couldn't connect to the Hub"
     r"|^(?!.* (?:death signal|subset of ranks|closing signal \S*SIGHUP)).{,200}\bWARNING\b"
@@ -429,7 +430,7 @@ class Collector:
             self._add_exception(Found(raised, line, is_weak=True), [])
             if line.rank is not None:
                 self.evidence.failure = line
-        elif _ERROR_LINE.search(line.text) and "distributed.elastic" not in line.text:
+        elif _ERROR_LINE.search(line.text) and not _NO_ERROR.search(line.raw):
             self.evidence.error_line = line
         notable, text = self.evidence.notable, line.raw[:1000].lower()
         if any(word in text for word in _NOTABLE) and not _DULL.search(text):

@@ -12,11 +12,10 @@ from ddp_doctor.explain.events import Event, Line, Tier
 from ddp_doctor.explain.exits import Exit
 
 _SUCCESS = re.compile(
-    r"(?i)\b(?:(?:training|prediction|inference) (?:is |has )?(?:complete|finished|done|successful)"
-    r"|finished training"
-    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
-    r"|worker group finished|saving final (?:epoch )?checkpoint"
-    r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
+    r"(?i)\b(?:(?:training|prediction|inference) (?:is |has )?(?:complete|finished|done|success)"
+    r"|(?:finished|completed) training|max_(?:epochs|steps)=\d+` reached|train_runtime|all done"
+    r"|successfully finished|worker group finished(?! \(FAILED)|saving final (?:epoch )?checkpoint"
+    r"|completed successfully|finished: \d+ steps|exit code 0|job succeeded|training job completed"
     r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )

@@ -28,7 +28,7 @@ _SINGLE = tuple(
         r"(?:Exited with exit code (?P<status>\d+)|(?P<words>.+))",
         r"Child process (?P<pid>\d+) \(local_rank (?P<local>\d+)\) FAILED "
         r"\(exitcode (?P<status>-?\d+)\)",
-        r"\bRank (?P<rank>\d+) crashed with exit code (?P<status>-?\d+)",
+        r"\b(?:Rank|Process) (?P<rank>\d+) \w+ with (?:exit|status) code (?P<status>-?\d+)",
         r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)",
         r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)",
         r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)",

@@ -25,7 +25,7 @@ _PREFIXES = (
     re.compile(r"\[rank ?:? ?(?P<rank>\d+)\]:? ?"),
     re.compile(r"\[(?:RANK|Rank|GLOBAL_RANK)[ =:]*(?P<rank>\d+)\](?::|(?= [A-Z][a-z]+:)) ?"),
     re.compile(r"(?:RANK|rank|Rank)[ _=]?(?P<rank>\d+)(?:\[\d+\])?(?:\[\w+\])?[:|]+ ?"),
-    re.compile(r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
+    re.compile(r"\[(?:\d+,(?:mpirank:)?)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
     re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d+)\] \|\| ?"),
     # ranks on their node
     re.compile(r"\[(?:default|trainer|worker)(?P<local>\d+)\]: ?"),

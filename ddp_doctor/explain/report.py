@@ -457,7 +457,7 @@ def _collect_lines(verdict: Verdict) -> list[str]:
             lines += _wrap(f"{name}: {_raised(event.raised)}", "  ")
         lines.append("")
     raised = verdict.root.raised if verdict.root is not None else None
-    is_told = raised is not None and raised.message and raised.frames
+    is_told = raised is not None and raised.message
     lines.append("What would decide" if is_told else "To know more, collect")
     for text in _OF_EXCEPTION if is_told else _COLLECT:
         lines += _wrap(f"- {text}", "  ")

@@ -19,7 +19,6 @@ checkpoint-size: a parameter of the checkpoint has another shape than the model'
     checkpoint, the shape in current model is torch\.Size\((?!\[0[],]).*?\)/
   why: Another number of classes, another vocabulary or another width
   fix: The arguments of the checkpoint; for a new head drop its names and load with strict=False.
-  trainer: for a new head alone: from_pretrained(..., ignore_mismatched_sizes=True)
 
 checkpoint-keys (generic): the checkpoint belongs to another model
   /Error\(s\) in loading state_dict for /

@@ -150,11 +150,12 @@ launch-parallel-sizes (accuses nobody): the ranks can't be divided into the grou
 
 launch-rank-range (accuses nobody): rank and world size contradict each other
   /more than one node have assigned same rank/
+  /rank \d+ of \d+ ranks has already checked in/
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
   /[Ii]nvalid rank \d+, rank should be in the interval/
   /Invalid rank requested : \d+\/\d+/
   /world_size \(\d+\) (?:is not equal to|does not match)/
-  why: RANK and WORLD_SIZE were set by hand, or the sampler's num_replicas and rank are others
+  why: RANK and WORLD_SIZE were set by hand, two share a rank, or the sampler differs
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
 
 [Launch: frameworks, containers, settings]
@@ -196,7 +197,6 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
   why: They are forked from the notebook: nothing before may touch CUDA or make an Accelerator
   fix: Move the training into a file and start it with !torchrun --nproc_per_node=N train.py; or
     restart the kernel and touch CUDA inside of the started function only.
-  lightning: Trainer(strategy="ddp_notebook") after a restart of the kernel
 
 launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
