@@ -120,12 +120,12 @@ def test_the_wrapper_of_a_pytorchjob_maps_statuses_and_passes_sigterm_on(tmp_pat
     program, command = tmp_path / "program.py", tmp_path / "hardened-ddp"
     program.write_text(
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os._exit(3))\n"
         "if sys.argv[1] != 'stop':\n"
         "    sys.exit(int(sys.argv[1]))\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"  # else it may come too early
         "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "while True:\n"
-        "    signal.pause()\n"
+        "signal.sigwait({signal.SIGTERM})\n"
+        "os._exit(3)\n"
     )
     # WHY a shell's: the first line of a script can't name a Python below a folder with a space
     words = shlex.join([sys.executable, str(program)])
