@@ -8,7 +8,7 @@ the others are counted.
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from ddp_doctor.explain.catalogue import BY_CODE
@@ -33,7 +33,7 @@ _ERROR_LINE = re.compile(
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
     r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
-    r"|= +BAD TERMINATION|^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
+    r"|with a non-zero status|= +BAD TERMINATION|^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
     r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
 )
@@ -43,16 +43,16 @@ _NOTABLE = (
     *("mismatch", "not supported", "not available", "not allowed", "not exist", "not set", ".so"),
     *("please use", "nccl warn", ".cpp:", "training complete", "training finish", "finished train"),
 )
-_DULL = re.compile(
-    r"deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)|^pc: @"
-    r"|traceback \(|distributed.elastic|handle_error|writefailure|^ *file \"|^\S+ failed$|return\b"
-    r"|currently unknown|socket\.cpp|omp_num_threads|nccl info .*plugin|^last error:$|=unknown"
-    r"|some nccl operations|error executing job|errors might be asynch|find_unused_parameters="
-    r"|/lib(?:c|pthread|python|stdc|torch)[\w.+-]*\.so"
-)
 """What no entry knows, and may yet say more than what one knows: an answer that is not certain
 quotes the nearest of them."""
 
+_DULL = re.compile(
+    r"deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)|^pc: @"
+    r"|traceback \(|distributed.elastic|handle_error|writefailure|^ *file \"|^\S+ failed$"
+    r"|return \w+[(.]|currently unknown|socket\.cpp|omp_num_threads|nccl info .*plugin|=unknown"
+    r"|some nccl operations|error executing job|errors might be asynch|find_unused_parameters="
+    r"|^last error:$|/lib(?:c|pthread|python|stdc|torch)[\w.+-]*\.so"
+)
 _MAX_NOTABLE = 500
 _NO_ERROR = re.compile(r"distributed\.elastic| W tensorflow/")
 _RETRIED = re.compile(
@@ -74,7 +74,7 @@ _LAUNCHER_TYPES = (
 _OF_WEIGHTS = {
     *("from_pretrained", "load_state_dict", "state_dict", "_apply", "full_tensor", "torch_load"),
     *("load", "load_checkpoint", "save_model", "save_checkpoint", "save_pretrained"),
-    "_configure_optimizer",  # of DeepSpeed
+    *("_configure_optimizer", "_ddp_init_helper"),
 }
 _LAUNCHES = re.compile(r"launch|torchrun|torch\.distributed|deepspeed|mpirun|srun")
 _MAX_EVENTS = 4000
@@ -150,7 +150,7 @@ class Evidence:
         last = self.error_line
         if last is None or self._goes_on_after(last):
             return False
-        return self.num_lines - last.number <= 3
+        return self.num_lines - last.number <= 4
 
     def _goes_on_after(self, line: Line) -> bool:
         ending = self.endings.get(line.file)
@@ -404,7 +404,8 @@ class Collector:
     def _add_message(self, match: Match, line: Line) -> None:
         cause = match.cause
         is_note = " NCCL INFO " in line.raw  # what NCCL found out, or chose
-        if is_note or (cause.is_generic and _WARNING.search(line.raw)):
+        may_be = cause.is_generic or cause.code == "launch-import"
+        if is_note or (may_be and _WARNING.search(line.raw)):
             return
         # a store or a peer is gone: at the end of a good run, too
         is_end = cause.tier == Tier.LOST and WARNS.search(line.raw) is not None
@@ -434,7 +435,10 @@ class Collector:
             self.evidence.error_line = line
         notable, text = self.evidence.notable, line.raw[:1000].lower()
         if any(word in text for word in _NOTABLE) and not _DULL.search(text):
-            notable.setdefault(re.sub(r"\d+", "0", line.text), line)
+            form = re.sub(r"\d+", "0", line.text[:1000])
+            if not self.evidence.events:
+                notable.pop(form, None)  # the nearest one before the failure
+            notable.setdefault(form, replace(line, text=line.text[:1000], raw=line.raw[:1000]))
             if len(notable) > _MAX_NOTABLE:
                 del notable[next(iter(notable))]
 

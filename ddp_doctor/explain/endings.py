@@ -12,10 +12,11 @@ from ddp_doctor.explain.events import Event, Line, Tier
 from ddp_doctor.explain.exits import Exit
 
 _SUCCESS = re.compile(
-    r"(?i)\b(?:(?:training|prediction|inference) (?:is |has )?(?:complete|finished|done|success)"
-    r"|(?:finished|completed) training|max_(?:epochs|steps)=\d+` reached|train_runtime|all done"
-    r"|successfully finished|worker group finished(?! \(FAILED)|saving final (?:epoch )?checkpoint"
-    r"|completed successfully|finished: \d+ steps|exit code 0|job succeeded|training job completed"
+    r"(?i)\b(?:training (?:is |has )?(?:complete|finished(?! iter)|done|successful)|exit code 0"
+    r"|(?:prediction|inference) (?:completed|finished)|completed training(?! (?:step|epoch|iter))"
+    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job succeeded|finished training"
+    r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
+    r"|saved successfully\. ?You can now|completed successfully|finished: \d+ steps|job completed"
     r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
     r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
@@ -26,6 +27,7 @@ _SAVED = re.compile(
 )
 """What a program says that was told to stop, and saved before it did."""
 
+_REQUEUED = {"stop-time-limit", "stop-preempted"}
 _STOPS = {"stop-sigterm", "stop-interrupt", "stop-sighup"}
 _COUNTER = re.compile(
     r"(?i)\b(?:step|epoch|iter(?:ation)?|batch)s?['\"]?[ =:#\[]{0,3}(?P<name>\d+(?:\.\d+)?)"
@@ -136,7 +138,8 @@ def ending_of(tail: str, num_lines: int) -> Ending:
                 nans.append((number, sum(loss["nan"] is not None for loss in losses)))
                 ending.nan, ending.nan_text = number, part.strip()
     last = nans[-_ENOUGH_NAN:]
-    if sum(count for _, count in last) < 2 or not all(count for _, count in last):
+    is_only = len(nans) == 1 and nans[0][1] > 1  # loss and norm, say
+    if not (is_only or (len(last) == _ENOUGH_NAN and all(count for _, count in last))):
         ending.nan, ending.nan_text = 0, ""
     else:
         ending.nan_since = last[0][0]
@@ -158,7 +161,7 @@ def _note_progress(
     text: str, number: int, newest: dict[str, tuple[float, int]], ending: Ending
 ) -> None:
     found = [*_COUNTER.finditer(text)]
-    if not found or "checkpoint" in text:  # a step that was saved
+    if not found or re.search(r"\b[Ss]aved? .*checkpoint", text):
         return
     shape = _NUMBER.sub("#", text.strip())
     total = sum(float(counter[counter.lastgroup or 0]) for counter in found)
@@ -205,9 +208,11 @@ def weaken_survived(
             event.is_weak |= _was_logged(event, events, endings.get(event.line.file), failed)
     chained = {id(event.chained) for event in events if event.chained is not None}
     for event in events:
+        ending = endings.get(event.line.file)
+        if event.code in _REQUEUED and ending is not None:
+            event.is_weak |= ending.success > event.line.number  # by a later job
         if event.tier in (Tier.HARDWARE, Tier.KILLED, Tier.ADVICE) or event.kind == "collective":
             continue
-        ending = endings.get(event.line.file)
         if ending is not None and _went_on(event, ending, event.line.file in files):
             event.is_weak = True
     outermost: dict[tuple[object, ...], int] = {}

@@ -156,7 +156,7 @@ class Frame:
     def is_library(self) -> bool:
         path = self.file.replace("\\", "/")
         marks = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>", "<__")
-        is_script = "/bin/" in path and not path.endswith(".py")
+        is_script = re.search(r"(?:env\w*|conda\d?|usr)/(?:[\w.-]+/)?bin/[\w-]+$", path) is not None
         return is_script or any(mark in path for mark in marks) or path.startswith("torch/")
 
 
@@ -204,7 +204,8 @@ class Raised:
     @property
     def whole(self) -> str:
         """What the traceback's last line says."""
-        return f"{self.type}: {self.message}"
+        of_library = self.stated if self.frames and self.frames[-1].is_library else ""
+        return f"{self.type}: {self.message or of_library}"
 
     @property
     def shape(self) -> str:

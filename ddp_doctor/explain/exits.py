@@ -28,7 +28,7 @@ _SINGLE = tuple(
         r"(?:Exited with exit code (?P<status>\d+)|(?P<words>.+))",
         r"Child process (?P<pid>\d+) \(local_rank (?P<local>\d+)\) FAILED "
         r"\(exitcode (?P<status>-?\d+)\)",
-        r"\b(?:Rank|Process) (?P<rank>\d+) \w+ with (?:exit|status) code (?P<status>-?\d+)",
+        r"\b(?:Rank(?= \d+ crash)|Process(?= \d+ exit w)) (?P<rank>\d+) .*code (?P<status>-?\d+)",
         r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)",
         r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)",
         r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)",
@@ -41,6 +41,7 @@ _SINGLE = tuple(
 _CLOSED = re.compile(
     r"(?:Sending process (?P<pid>\d+) closing signal|Unable to shutdown process (?P<deaf>\d+) via)"
 )
+_WINDOWS = {3221225477: -11, 3221225725: -11, 3221226505: -6, 3221225786: -2}
 _SRUN = {
     "Killed": -9, "Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Terminated": -15,
     "Out Of Memory": -9, "Illegal instruction": -4, "Floating point exception": -8,
@@ -168,6 +169,7 @@ class ExitReader:
 
 
 def _exit_of(found: Mapping[str, str | None], line: Line, *, status: int) -> Exit:
+    status = _WINDOWS.get(status, status)
     values = (found.get(name) for name in ("rank", "local", "pid"))
     rank, local, pid = (int(value) if value else None for value in values)
     return Exit(status, line, rank=rank, local=local, host=found.get("host"), pid=pid)

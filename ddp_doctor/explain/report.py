@@ -143,7 +143,7 @@ def details_of(verdict: Verdict) -> list[str]:
             why = f"{root.fields['here']} of {root.fields['all']} joined. {why}"
         if said := _LAST_ERROR.search(root.raised.message) if root.raised is not None else None:
             why = f"NCCL says: {said[1]}. {why}"
-        found.append(why)
+        found += [why] if why != "." else []
     if root.raised is not None and root.tier == Tier.EXCEPTION:
         # WHY: of what no entry knows the message itself may say what to do
         is_known = root.cause is not None and not root.cause.is_of_type

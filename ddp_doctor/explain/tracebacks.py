@@ -44,12 +44,13 @@ _MAX_LINES = 400
 
 _OTHER_RECORD = re.compile(
     r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
-    r"|(?:\S+: )?\w*Warning: |WARNING|Set the environment|trainable params|wandb: |\S* +\d+%\|"
+    r"|(?:\S+: )?\w*Warning: |WARNING|Set the environment|trainable params|wandb: "
     r"|Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )
 """How a line of a logger, or of a shell, begins: no part of the message before it."""
 
 _GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?[WEIF]\d{3,4} \d\d:|\[(?:ERROR|WARNING|INFO)\] \d")
+_BAR = re.compile(r"\S* +\d+%\|")
 _MAX_MESSAGE_LINES = 12
 _MAX_FRAMES = 120
 
@@ -83,6 +84,7 @@ class Assembler:
     """The exception whose message may go on."""
 
     message_lines: int = 0
+    after_blank: bool = False
     idle_lines: int = 0
     has_header: bool = False
     last_line: Line | None = None
@@ -187,7 +189,7 @@ class Assembler:
         self.before, self.link = raised, ""
         if not self.num_open:
             self._close()
-        self.in_message, self.message_lines = found, 0
+        self.in_message, self.message_lines, self.after_blank = found, 0, False
         return found
 
     def _is_type(self, name: str, message: str | None) -> bool:
@@ -202,16 +204,17 @@ class Assembler:
 
     def _continue_message(self, line: Line) -> None:
         assert self.in_message is not None
-        self.message_lines, text = self.message_lines + 1, line.text
-        is_other = _OTHER_RECORD.match(text) or _GLOG.match(line.raw)
-        if self.message_lines > _MAX_MESSAGE_LINES or is_other:
-            self.in_message = None
-            return
-        raised = self.in_message.raised
-        if text.strip():
+        self.message_lines, text, raised = self.message_lines + 1, line.text, self.in_message.raised
+        if not text.strip():
+            self.after_blank = bool(raised.message)
+        elif not _BAR.match(text):
+            is_other = bool(_OTHER_RECORD.match(text) or _GLOG.match(line.raw))
+            is_other |= self.after_blank and not text[:1].isspace()
+            if self.message_lines > _MAX_MESSAGE_LINES or is_other:
+                self.in_message = None
+                return
+            self.after_blank = False
             raised.message = f"{raised.message}\n{text.strip()}"[:4000]
-        elif raised.message:
-            self.in_message = None
 
     def _close(self) -> None:
         self.num_open, self.frames, self.idle_lines = 0, [], 0

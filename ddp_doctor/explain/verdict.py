@@ -111,10 +111,13 @@ def _near(verdict: Verdict, evidence: Evidence) -> list[Line]:
         lines = lines if verdict.kind == "unknown" else []
         return lines if len(lines) <= _MOST_NEAR else [*lines[:2], lines[-1]]
     start = verdict.root.line
-    away = {line.number: start.number - line.number for line in lines if line.file == start.file}
-    near = {number: back if back > 0 else -3 * back for number, back in away.items()}
-    chosen = sorted((n for n in near if near[n] < _NEAR), key=near.__getitem__)[:_MOST_NEAR]
-    return [line for line in lines if line.file == start.file and line.number in chosen]
+
+    def away(line: Line) -> int:
+        back = start.number - line.number
+        return back if back > 0 else -3 * back
+
+    near = [line for line in lines if line.file == start.file and away(line) < _NEAR]
+    return sorted(sorted(near, key=away)[:_MOST_NEAR], key=lambda line: line.order)
 
 
 def _tell_case(verdict: Verdict) -> None:
@@ -122,15 +125,16 @@ def _tell_case(verdict: Verdict) -> None:
     root, cause = verdict.root, verdict.cause
     if root is None or cause is None or (verdict.finding is not None and verdict.finding.ranks):
         return
-    own = root.raised.whole if root.raised is not None else root.line.text
-    around = "\n".join(line.text for line in (*verdict.evidence, *verdict.near))
-    for said in (own, around):
-        for expression, why, fix in cause.cases:
-            if re.search(expression, said):
-                has_others = cause.is_generic or bool(cause.or_else)
-                cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="")
-                root.cause = replace(cause, lightning="", accelerate="", trainer="")
-                return
+    # WHY no line around it: a neighbour may be of something else
+    said = [root.raised.whole] if root.raised is not None else [root.line.text]
+    said += [root.detail.text] if root.detail is not None else []
+    said += [frame.function for frame in root.raised.frames] if root.raised is not None else []
+    for expression, why, fix in cause.cases:
+        if re.search(expression, "\n".join(said)):
+            has_others = cause.is_generic or bool(cause.or_else)
+            cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="")
+            root.cause = replace(cause, lightning="", accelerate="", trainer="")
+            return
 
 
 def _was_over(root: Event, evidence: Evidence) -> bool:
@@ -213,8 +217,7 @@ def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
         events.append(
             Event(kind="collective", tier=cause.tier, line=line, cause=cause, fields=fields)
         )
-    _weaken_crashes(events)
-    _weaken_lost(events, evidence)
+    _weaken_crashes(events, evidence.exits.exits)
     ended = _exit_events(evidence)
     known = {event.code for event in ended}
     # WHY: the line that tells of the end is in there, with the rank
@@ -228,31 +231,20 @@ def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
     return events
 
 
-def _weaken_crashes(events: Sequence[Event]) -> None:
+def _weaken_crashes(events: Sequence[Event], ends: Sequence[Exit]) -> None:
     """Take a crash in native code for an effect where its log told of a lost or late rank before.
 
     WHY: torch's watchdog aborts the process then, and its end may crash.
     """
     told = set()
+    closing = [e.line.order for e in ends if "Forcefully terminating all other" in e.line.text]
     for event in sorted(events, key=lambda event: event.line.order):
+        if event.code == "killed-sigkill" and min(closing, default=math.inf) < event.line.order:
+            event.tier = Tier.LAUNCHER  # Lightning's
         is_crash = event.kind == "message" and event.code in ("killed-segfault", "stop-aborted")
         if event.tier in (Tier.TIMEOUT, Tier.LOST):
             told.add(event.line.file)
         elif is_crash and event.line.file in told:
-            event.tier = Tier.TEARDOWN
-
-
-def _weaken_lost(events: Sequence[Event], evidence: Evidence) -> None:
-    """Take lost connections for an effect where nothing but one agent's SIGTERM is told beside.
-
-    WHY: in the logs of several nodes theirs may stand first.
-    """
-    told = [e for e in events if e.code == "stop-sigterm" and "death signal" in e.line.text]
-    others = [e for e in events if e.tier < Tier.TEARDOWN and not e.is_weak]
-    is_lost = all(e.tier == Tier.LOST or "RendezvousClosed" in e.line.text for e in others)
-    if told and is_lost and all(ended.status <= 0 for ended in evidence.exits.exits):
-        told[0].tier = Tier.LOST
-        for event in others:
             event.tier = Tier.TEARDOWN
 
 
@@ -586,8 +578,8 @@ def who(
         if is_alone and root.kind == "exception" and not evidence.rank_of_file:
             return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
         by_itself = {e.rank for e in evidence.exits.exits if e.from_block and e.status > 0}
-        heard = {e.rank for e in evidence.events if e.kind == "exception"}
-        if root.kind == "exception" and by_itself - heard - {root.rank}:
+        heard = {e.rank for e in evidence.events}
+        if root.kind == "exception" and None not in heard and by_itself - heard:
             return Guilty(root.rank, host, UNKNOWN, "others failed, too, and do not say how"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
@@ -605,9 +597,9 @@ def _alike(root: Event, events: Sequence[Event]) -> tuple[int, ...]:
         return event.raised is not None and event.raised.type == root.raised.type
 
     is_exit = root.kind == "exit" and root.rank is not None
-    said = root.raised.shape if root.raised is not None and root.raised.message else None
+    said = (root.raised.message or None) if root.raised is not None else None
     own = [e for e in events if (e.kind == "exit") == is_exit]
-    own = [e for e in own if e.is_weak == root.is_weak or (e.raised and e.raised.shape == said)]
+    own = [e for e in own if e.is_weak == root.is_weak or (e.raised and e.raised.message == said)]
     like = [root, *filter(is_like, own)] if root.rank is not None else [*filter(is_like, own)]
     ranks = (e.ranks if e.rank is None else (e.rank,) for e in like)
     return tuple(sorted(set().union(*ranks)))

@@ -55,7 +55,7 @@ def test_what_a_log_says_beside_a_message_chooses_the_remedy(tmp_path: Path) -> 
         fix = found["fixes"][0]["text"] if found["fixes"] else ""
         assert (code_of(found), fix[: len(begin)]) == (code, begin), text
         shown.add((code, fix))
-    assert {(cause.code, fix) for cause in CAUSES for _, _, fix in cause.cases} == shown
+    assert {(cause.code, fix) for cause in CAUSES for _, _, fix in cause.cases} <= shown
 
 
 @pytest.mark.parametrize("form", slow_after(1, FORMS))

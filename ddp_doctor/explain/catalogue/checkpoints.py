@@ -27,7 +27,6 @@ checkpoint-keys (generic): the checkpoint belongs to another model
   fix: Compare set(state) and set(model.state_dict()); strict=False only if meant.
 
 checkpoint-weights-only (generic): torch.load refuses what is more than weights, since 2.6
-  # generic: a damaged file comes first
   /Weights only load failed/
   /WeightsUnpickler error/
   why: weights_only=True is the default since torch 2.6; the file has objects that it does not allow
@@ -53,7 +52,7 @@ checkpoint-corrupt: a file is incomplete, damaged or of another kind
   /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: A kill amid the write, two writers, a full disk, or a download that was cut or is a web page
-  fix: Use the one before it, or download it again. Only rank 0 writes: a new name, then os.replace.
+  fix: Use the checkpoint before it, or download again. Only rank 0 writes, then os.replace.
   case invalid load key, 'v' => The file is a pointer of git-lfs, not the file => git lfs pull.
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
   case constants\.pkl => It is no TorchScript file => torch.load(), not torch.jit.load().
@@ -99,6 +98,7 @@ checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of
   /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/
   /CheckpointingException: /
   /global metadata read failed/
+  /assert metadata is not None/
   /Missing key in checkpoint state_dict: /
   /used a DP world size of \d+ but the current world size is \d+/
   /with shape torch\.Size\(\[0\]\) from checkpoint/

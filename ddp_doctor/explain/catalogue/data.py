@@ -33,8 +33,7 @@ data-pickle: an object can't be pickled
     lazily in __getitem__ and leave them out in __getstate__.
 
 data-collate: the samples of a batch have different shapes or types
-  /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+ and \[[^\]]*\] at
-    entry \d+/
+  /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+/
   /each element in list of batch should be of equal size/
   /Trying to resize storage that is not resizable/
   /default_collate: batch must contain tensors/
@@ -67,6 +66,7 @@ data-target-shape: the labels do not have the shape that the loss needs
 
 data-missing-file (generic): a file is not there
   /No such file or directory:/
+  /unable to open file <.*No such file/
   /FileNotFoundError: /
   /Couldn't find (?:file|a dataset script) at /
   why: The path is not on this node, or another rank has not written it yet, or has removed it
@@ -75,8 +75,7 @@ data-missing-file (generic): a file is not there
 
 data-bad-image: a file of the dataset is broken
   /cannot identify image file /
-  /LibsndfileError/
-  /Invalid data found when processing input/
+  /LibsndfileError: (?!.*System error)/
   /image file is truncated/
   /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
   /Parquet (?:magic bytes not found|file size is)/
@@ -134,20 +133,21 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
   /OfflineModeIsEnabled/
   /HTTP Error \d+: /
   /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
+  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/
   /urlopen error/
-  /\bRead timed out\b/
   /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   /GatedRepoError/
   /trying to access a gated repo/
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
-  case [Gg]ated|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this account,
-    token or address => Another mirror; of a hub: accept its terms there; HF_TOKEN on each node.
-  case 429 Client|Error 429|Too Many Requests => Too many requests at once => Only rank 0 downloads.
+  case Repository ?Not ?Found => Its name is another, or it is private => Correct the name;
+    HF_TOKEN.
+  case \b[Gg]ated|GatedRepo|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this
+    account or address => Check the name; accept the terms on its page; HF_TOKEN; or a mirror.
   case 404 Client|Error 404|Not Found => No such name, branch or file there => Correct the name.
-  case [Oo]ffline|outgoing traffic|LocalEntry => Offline, or cut off, and it is not in the cache =>
-    Download it once with network; the same HF_HOME in the job; unset HF_HUB_OFFLINE otherwise.
+  case [Oo]ffline ?[Mm]ode|HF_HUB_OFFLINE|outgoing traffic|LocalEntry => It is not in the cache =>
+    Download it once with network, to the same HF_HOME; unset HF_HUB_OFFLINE otherwise.
 """
 
 FAMILIES = read_families(_TEXT)

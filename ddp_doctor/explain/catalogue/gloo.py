@@ -15,9 +15,10 @@ lost-peer (lost): the connection to another rank was lost
   /[Cc]onnection was likely closed/
   /DDP-G04\]/
   /Failed to meet rendezvous/
+  /Horovod has been shut down/
   /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
   why: The rank at the other end ended, so this is a consequence: its log has the cause
-  fix: Find the rank that ended first: torchrun --log-dir logs --tee 3. Without a word: killed.
+  fix: Find the rank that ended first: torchrun --log-dir logs --tee 3. If it says nothing: killed.
 
 gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   /Timed out waiting \d+ms for (?:recv|send) operation to complete/
@@ -29,9 +30,7 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
-  confirm: dist.monitored_barrier() (gloo) in its place names the ranks that are missing.
-  case exit barrier => This node is done; the agent of another still works, or has ended => Read the
-    logs of the other nodes.
+  case exit barrier => This node is done; another's agent still works, or ended => Read its log.
 
 gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
   /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/
@@ -43,7 +42,7 @@ gloo-connect (timeout): gloo could not connect all ranks
   /Gloo connectFullMesh failed with /
   /timed out connecting: /
   /SO_ERROR: Connection refused/
-  /connect \[[^\]]+\]: (?:Connection refused|No route to host|Connection timed out)/
+  /connect \[[^\]]+\](?::\d+)?: (?:Connection refused|No route to host|Connection timed out)/
   why: gloo announces the address of the host's own name. If /etc/hosts maps it to 127.0.1.1, or it
     belongs to another network, the others can't connect; or a rank ended
   fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's) on all nodes; the node's real address in /etc/hosts.
@@ -83,7 +82,7 @@ group-rank: a collective was given a rank that is not in its group
   /invalid root rank: -?\d+/
   /The given group does not exist/
   why: src, dst or root is a global rank; or new_group was called by some ranks only
-  fix: All ranks call new_group, others too, in one order; src is a global rank (else group_src=).
+  fix: All ranks call new_group, also those outside it, in one order; src is global (or group_src=).
 
 gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
   /c10d::Reducer::~Reducer/

@@ -40,7 +40,7 @@ gpu-xid-program (generic): a kernel of the program made the GPU fault
   /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/
   /NVRM: Xid \([^)]*\): ?\d+/
   why: Mostly the program: an address out of range, or a process that ended with kernels under way
-  fix: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer find the kernel. Other programs fail, too: %DRAIN%
+  fix: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer finds it. If other programs fail, too: %DRAIN%
 
 gpu-hang (generic): the GPU hung, and its driver reset it
   /HW Exception by GPU node-\d+ .*Hang/
@@ -50,8 +50,7 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
-  case launch timed out => A kernel ran longer than the watchdog of a GPU with a display allows; one
-    that waits for another rank does, too => A GPU without a display, or end the X server.
+  case launch timed out => Longer than a display's watchdog allows => A GPU without a display.
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /(?:Error 802|CUDA error): system not yet initialized/
@@ -100,7 +99,7 @@ gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
   case MIOpen => MIOpen found no kernel, or can't read or write its database, which ranks share =>
-    MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; ROCm as torch's.
+    MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; the ROCm of torch.
 
 gpu-none: torch sees no GPU
   /ValueError: Cuda is not available\./
@@ -117,8 +116,7 @@ gpu-none: torch sees no GPU
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
   fix: nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; Slurm:
     --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.
-  case not compiled with CUDA => This torch is a build for the CPU => python -c 'import torch;
-    print(torch.__version__)'; install the build of pytorch.org for CUDA.
+  case not compiled with CUDA => This torch is a build for the CPU => Install the one for CUDA.
   case NVIDIA driver => No driver, or a container that was started without its GPUs => nvidia-smi in
     the same shell; docker run --gpus all, apptainer --nv, --gres=gpu:N of Slurm.
 
@@ -147,7 +145,6 @@ gpu-arch: torch or an extension has no kernels for this GPU
   /no kernel image is available for execution on the device/
   /is not compatible with the current PyTorch installation/
   /CUDA error: invalid device function/
-  /implementation for device cuda:\d+ not found/
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
@@ -167,14 +164,13 @@ gpu-fork: CUDA was used in a forked process
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
-  why: It is told at a later call: the line named may be innocent. `initialization error`: CUDA was
-    used before a fork, or the driver or a GPU of it is in a bad state
+  why: It is told at a later call: the line that is named may be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
   case error: initialization error => CUDA was used before this process was forked, or the driver is
     in a bad state => No CUDA before the fork (multiprocessing_context='spawn'); else a reboot.
-  case launch failure => A kernel crashed; what raised it came later => CUDA_LAUNCH_BLOCKING=1 and
-    compute-sanitizer find it; Xid in dmesg; custom kernels off; if it stays with the GPU, the GPU.
-  case error: unknown error => The driver is in a bad state => nvidia-smi, dmesg there; or reboot.
+  case launch failure => A kernel crashed; the line that is named is a later one =>
+    CUDA_LAUNCH_BLOCKING=1, compute-sanitizer; Xid in dmesg; custom kernels off; else the GPU.
+  case error: unknown error => The driver is in a bad state => nvidia-smi and dmesg; or reboot.
   case error: invalid (?:resource handle|device context|argument) => A tensor, stream or event of
     one GPU was used on another, or a kernel was started with numbers out of range =>
     torch.cuda.set_device(LOCAL_RANK) before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
@@ -213,7 +209,7 @@ accelerator-timeout (timeout): work of an NPU, as a collective, did not finish i
   /Hccl\w+, error code is/
   /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
-  fix: Read the other ranks' logs first (plog in ~/ascend/log); only if slow: HCCL_EXEC_TIMEOUT.
+  fix: Read the other ranks' logs first (plog in ~/ascend/log); if one is slow: HCCL_EXEC_TIMEOUT.
 
 jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is missing
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
@@ -222,7 +218,7 @@ jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is mis
   /Coordination service agent in error status: /
   /WatchTasksAsync failed for task \d/
   /Stopping coordination service as cluster registration failed/
-  why: A process crashed, was preempted, or never came: `Timed out task names` lists such ones
+  why: A process crashed, was preempted, or never came: `Timed out task names` lists those missing
   fix: Read its own log first. jax.distributed.initialize: as many processes as num_processes, each
     with its process_id, and never in a process that a data loader starts.
 
@@ -231,7 +227,7 @@ killed-sigfpe (generic): a process ended by an arithmetic exception in native co
   /Fatal Python error: Floating point exception/
   /Floating point exception(?: +\(core dumped\)|$)/
   /(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE/
-  why: An integer division by zero: cuBLAS before 12.4.5.8 on H20, or an extension on no data
+  why: An integer division by zero: cuBLAS before 12.4.5.8 on H20, or an extension on empty tensors
   fix: A newer nvidia-cublas-cu12 or torch; PYTHONFAULTHANDLER=1; assert tensor.numel() before it.
 """
 

@@ -34,8 +34,7 @@ graph-ready-twice: a parameter got its gradient twice in one backward
   fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or
     DistributedDataParallel(model, static_graph=True) if the graph is the same in each step; do one
     forward per backward, and drop find_unused_parameters=True if no parameter is unused.
-  trainer: TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False},
-    ddp_find_unused_parameters=False)
+  trainer: gradient_checkpointing_kwargs={'use_reentrant': False}, ddp_find_unused_parameters=False
 
 graph-inplace: a tensor that backward needs was changed in place
   /has been modified by an inplace operation/
@@ -44,7 +43,7 @@ graph-inplace: a tensor that backward needs was changed in place
   fix: If forward runs twice per step (GAN, siamese, contrastive): DistributedDataParallel(model,
     broadcast_buffers=False), or put both inputs in one forward, or SyncBatchNorm. Otherwise replace
     x += y by x = x + y and ReLU(inplace=True) by ReLU().
-  or_else: Without DDP in the stack it is the model's own in-place operation, and no buffer.
+  or_else: Without DDP in the stack it is the model's own: set_detect_anomaly(True) shows the line.
 
 graph-backward-twice: backward went through the same graph twice
   /Trying to backward through the graph a second time/
@@ -59,15 +58,14 @@ graph-no-grad: the loss has no graph
     with checkpointing and frozen inputs use_reentrant=False or model.enable_input_require_grads().
 
 graph-wrapped-attribute (accuses nobody): an attribute of the model was asked of its wrapper
-  /'(?P<what>DistributedDataParallel|DataParallel|FullyShardedDataParallel)' object has no
-    attribute/
+  /'(?P<what>\w*DataParallel)' object has no attribute/
   why: {what} has the model in its attribute module, and passes on its forward only
   fix: model.module.NAME, or keep the bare model beside the wrapped one.
   accelerate: accelerator.unwrap_model(model).NAME
 
 graph-no-answer (lost): a rank gave no answer when DDP compared models
   /has inconsistent (?:0|\d{8,}) params/
-  why: 0, or many millions, is no model's: that rank ended, or is elsewhere, or GPUs do not connect
+  why: 0 or many millions is no model's count: that rank ended, is elsewhere, or no GPU link works
   fix: Read that rank's log first; else NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1.
 
 graph-models-differ (mismatch): the ranks' models differ in parameters or their layout
@@ -82,18 +80,16 @@ graph-models-differ (mismatch): the ranks' models differ in parameters or their 
     p.data.contiguous() for each parameter before DDP(model).
 
 graph-checkpoint-differs: the recomputed forward differs from the first one
-  /torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed values for the
-    following tensors have different metadata)/
+  /torch\.utils\.checkpoint: (?:A different number of tensors|Recomputed values for the)/
   /torch\.utils\.checkpoint: trying to save more tensors/
-  why: The recomputed forward differs: randomness outside of torch, a counter, a cache, no autocast
-  fix: It depends on its arguments only; autocast around it; checkpoint(debug=True) shows both runs.
+  why: Code under checkpoint() acts differently: randomness outside of torch, a counter, no autocast
+  fix: Use only its arguments in it; autocast around it; checkpoint(debug=True) shows both runs.
 
 [Model]
 
 graph-device-mixed: tensors of one operation are on different devices
   /[Ee]xpected (?:all tensors|\w+ and \w+) to be on the same device, but /
-  /Input type \(torch\.\w*\.?FloatTensor\) and weight type \(torch\.\w*\.?FloatTensor\) should be
-    the same/
+  /Input type \(torch\.\w*\.?FloatTensor\) and weight type \(torch\.\w*\.?FloatTensor\)/
   /module must have its parameters and buffers on device/
   /Expected tensor for argument #\d+ '\w+' to have the same device as tensor for/
   /Input and (?:parameter|hidden) tensors are not at the same device/
@@ -133,6 +129,8 @@ graph-shapes (generic): the shapes of two tensors do not fit
   /The expanded size of the tensor \(\d+\) must match the existing size/
   /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
+  case tensor [ab] \(0\) => A weight that is sharded (ZeRO 3, FSDP) was used outside of its module's
+    forward => deepspeed.zero.GatheredParameters, summon_full_params or .full_tensor() around it.
   fix: Print the shapes before the line that is named; the last batch may be smaller (drop_last).
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
@@ -161,11 +159,14 @@ fsdp-past-wrapper: sharded weights were used past their FSDP unit
   /weight should have at least three dimensions/
   /mat2 must be a matrix, got 1-D tensor/
   /are out of bounds for storage of size 0/
+  /does not have a sharding strategy registered/
   why: A submodule was called directly, or another method than forward, so that FSDP did not gather
     its weights; or weights are shared with a module in another unit
   fix: Call the outermost wrapped module's forward; register_fsdp_forward_method for another method
     (fully_shard); modules that share weights belong to one unit; with
     FSDP.summon_full_params(model): for evaluation or generate().
+  case sharding strategy => This torch has no rule for this operator on sharded tensors => A newer
+    torch; that module not in tensor parallel; or .full_tensor() before, distribute_tensor after it.
   or_else: The line is outside of forward (a mask, an average, a clip of the norm): a plain tensor
     met a sharded one; distribute_tensor(...) it, or take .full_tensor() of the other.
 """

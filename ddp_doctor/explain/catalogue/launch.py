@@ -15,14 +15,13 @@ launch-environment (accuses nobody): the variables of a launcher are missing
 launch-port (accuses nobody): a port is taken
   /EADDRINUSE/
   /[Aa]ddress already in use/
-  why: Most often that of the rendezvous: another job on this node, or a process left over, listens
-    there; or each rank starts the same server (a debugger, TensorBoard)
+  why: Another job on this node, or a process left over, listens there; or each rank starts a server
   fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
     names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
 
 launch-port-refused (generic, accuses nobody): the port of the rendezvous can't be opened
   /The server socket has failed to (?:bind|listen)(?!.*errno: 97\b)/
-  why: `Permission denied`: below 1024, or Windows reserves it; `Cannot assign`: another node's
+  why: `Permission denied`: below 1024, or Windows has it; `Cannot assign`: the address is another's
   fix: --master_port from 1024 to 65535; the address of the node that has rank 0.
 
 launch-client-timeout (timeout): the address of another process could not be reached
@@ -63,13 +62,13 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   /RendezvousTimeoutError/
   /Rendezvous(?:Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
-  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job
+  why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
+    closed, or lost amid the training: another node ended first, and its log has the cause
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
-  case RendezvousClosed|num_nodes_waiting|_state_holder\.sync|failed to shutdown => The agent of
-    another node, or the process with the store, ended first; amid the training its failure is the
-    first one => Read the log of the node in --rdzv_endpoint, and of each that ended before; two
-    jobs on one node need two ports; a new start needs a fresh --rdzv_id.
+  case RendezvousClosed|num_nodes_waiting|^sync$ => The agent of another node, or the process with
+    the store, ended first => Read its log, and that of the node in --rdzv_endpoint; two jobs on one
+    node need two ports; a new start needs a fresh --rdzv_id.
 
 launch-name (accuses nobody): a host name can't be resolved
   /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
@@ -100,6 +99,12 @@ launch-no-group (accuses nobody): the process group was used before it was made
   fix: dist.init_process_group() first in main(), and torchrun for one GPU, too; or in one process
     BatchNorm for SyncBatchNorm, and collectives only if dist.is_initialized().
 
+launch-init-method (accuses nobody): the init_method of the process group is no address
+  /No rendezvous handler for \S*:/
+  /assert result\.hostname is not None/
+  why: Known are env://, tcp://HOST:PORT and file:///PATH, with a host, or three slashes
+  fix: init_process_group(backend) alone, which is env://, started by torchrun.
+
 launch-spawn-guard (accuses nobody): a process was started amid an import
   /An attempt has been made to start a new process before the\s*/
   /current process has finished its bootstrapping phase/
@@ -118,33 +123,36 @@ launch-import: a package is missing or does not fit
   /operator torchvision::nms does not exist/
   /undefined symbol: /
   /cuDNN version incompatibility/
+  /implementation for device cuda:\d+ not found/
   /version `GLIBC\w*_[\d.]+' not found/
   why: This Python has other packages than where it worked, or other versions
   fix: One environment on all nodes (pip list); its torchrun: python -m torch.distributed.run.
-  case cuDNN version|undefined symbol: \w*(?:nccl|cudnn|cublas|nv\w+) => Another version of it comes
+  case cuDNN version|undefined symbol: (?:nccl|cudnn|cublas|nv)\w* => Another version of it comes
     first than torch's => unset LD_LIBRARY_PATH; remove the second nvidia package.
   case torchvision::nms|undefined symbol => A package was built for another torch => Install the
     version of it that belongs to this torch (torchvision, flash-attn, apex).
   case GLIBC => It needs a newer system library than this node has => A container; an older build.
   case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
     ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
-  case circular import => Modules import each other, or a file has a package's name => Rename it.
-  case cannot import name .*\(/(?!.*(?:site|dist)-packages) => It is of a checkout of your own: a
+  case circular import => Modules import each other, or a file has a package's name => Rename, move
+    it.
+  case implementation for device => It was built without CUDA => Its wheel for this torch;
+    FORCE_CUDA=1.
+  case cannot import name .*\(/(?!.*(?:-packages|/lib/python)) => It is of a checkout of your own: a
     wrong name, or not built => Correct the name; pip install -e . or make.
   case cannot import name => An installed package is of another version than the code was written
     for => pip install the versions that the program's requirements name.
-  or_else: A module of your own: start it in its folder, or PYTHONPATH; or a file has that name.
+  or_else: A module of yours: start in its folder, or PYTHONPATH; or a file of yours has its name.
 
 launch-versions (generic): a function or a module does not have what is asked of it
-  /got an unexpected keyword argument '/
-  /module '[\w.]+' has no attribute '/
+  /__init__\(\) got an unexpected keyword argument '/
+  /module '(?:torch|numpy|transformers|accelerate|deepspeed|\w+\.\w)[\w.]*' has no attribute '/
   why: Mostly the package is of another version than the code was written for
   fix: pip install the version that the program's requirements name (pip show NAME); or newer code.
   or_else: It is code of your own: the line that is named; or a file that has a package's name.
 
 launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for
   /world[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
-  /not divisible by (?:\w+ )*(?:tensor|pipeline|context|expert|model)[_ ]/
   why: The sizes of tensor, pipeline, context and data parallel must multiply to the number of ranks
   fix: Change one of them, or the number of ranks.
 
@@ -206,7 +214,7 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /MissingMandatoryValue: /
   /TOMLDecodeError: /
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
-  why: A typing mistake, an indentation, or a key that this version does not have: see below it
+  why: A typing mistake, an indentation, or a key that this version lacks: the lines below name it
   fix: Correct what is named; hydra: +key=value adds a key; HYDRA_FULL_ERROR=1 shows the stack.
 
 launch-container (generic, accuses nobody): the container did not start, or has no GPU
@@ -224,9 +232,7 @@ launch-container (generic, accuses nobody): the container did not start, or has 
   case ImagePull|ErrImage|pulling image|manifest => The image could not be fetched => Its name and
     tag, imagePullSecrets; kubectl describe pod POD shows what the registry said.
   case device driver|nvidia-container-cli|nvidia\.com/gpu => The container got no GPU =>
-    nvidia-container-toolkit; restart docker; Kubernetes: device plugin, resources.limits
-    nvidia.com/gpu.
-  case user ID => The node does not know the user who started it => Exclude it and report it.
+    nvidia-container-toolkit; restart docker; Kubernetes: device plugin and resources.limits.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
   /\d+/\d+ nodes are available: (?P<what>.+)/

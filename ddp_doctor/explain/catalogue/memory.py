@@ -19,8 +19,8 @@ memory-gpu: the GPU ran out of memory
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
-  case RESOURCE_EXHAUSTED => The memory (HBM) of a TPU is short => More shards (FSDP, tensor
-    parallel), a smaller batch or sequence per core, remat, bfloat16.
+  case hbm|XLA:TPU => A TPU's memory (HBM) is short => More shards, smaller batch or sequence,
+    remat.
 
 memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved
   /Failed to clone\(\) tensor with name/
@@ -33,7 +33,7 @@ memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
   /CUDA error: out of memory/
   /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
-  /Triton Error \[CUDA\]: out of memory/
+  /(?:Triton Error \[CUDA\]: |driver error:)out of memory/
   why: Torch's allocator may hold all that is left, so that CUDA or NCCL get none; or other
     processes fill the GPU: one left over, or ranks that all use GPU 0
   fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
@@ -112,7 +112,7 @@ killed-sigkill (generic): a process was killed with SIGKILL
   /returned non-zero exit status -9\b/
   why: Nothing in the process can log that. Mostly memory was short; else the scheduler, or a person
   fix: If it was memory: %HOST%
-  or_else: Memory: dmesg -T names the pid. Scheduler: TIMEOUT or PREEMPTED in sacct. Else: kill -9.
+  or_else: Memory: dmesg -T names the pid. Scheduler: TIMEOUT or PREEMPTED in sacct. Else: a person.
 
 killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)
   /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/

@@ -21,10 +21,10 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   accelerate: InitProcessGroupKwargs(timeout=timedelta(hours=1)); gather on all ranks
   trainer: TrainingArguments(ddp_timeout=3600)
   confirm: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give explain the dumps.
-  case (?:NCCL work: |SeqNum=|collective: \w+, #)1\b => It is the group's first collective, so
-    nothing was exchanged yet: the GPUs can't reach each other, or a rank did not come so far =>
-    NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 as a trial (then IOMMU and ACS off); NCCL_SOCKET_IFNAME on
-    several nodes; read the log of a rank that prints nothing (data, compiling).
+  case Timeout at NCCL work: 1\b|SeqNum=1\b|collective: \w+, #1\b => It is the group's first
+    collective, so nothing was exchanged yet: the GPUs can't reach each other, or a rank did not
+    come so far => NCCL_DEBUG=INFO; as a trial NCCL_P2P_DISABLE=1 (then IOMMU and ACS off); several
+    nodes: NCCL_SOCKET_IFNAME; read the log of a rank that prints nothing.
 
 collective-missing (timeout, accuses named): a rank did not reach a collective
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
@@ -32,7 +32,7 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
   /submitted to be reduced, gathered or broadcasted by subset of ranks/
   why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
-  fix: Its log, py-spy dump. No collective under `if rank == 0`, as many batches on each rank.
+  fix: Read its log; py-spy dump. No collective under `if rank == 0`; equal numbers of batches.
   lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
   accelerate: gather, wait_for_everyone and save_state on all processes, not under is_main_process
 
@@ -93,7 +93,7 @@ nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine withou
   /The NCCL backend requires GPUs/
   /Backend nccl is not (?:available|supported)/
   why: This torch is a CPU build (or one for Windows or macOS), or no GPU is visible
-  fix: 'nccl' if torch.cuda.is_available() else 'gloo'; with a GPU: torch with CUDA, nvidia-smi.
+  fix: gloo (on Windows always, or WSL); on Linux with a GPU: torch with CUDA, nvidia-smi.
 
 nccl-wrong-device-tensor: a collective got a tensor on the wrong device
   /No backend type associated with device type (?:cpu|cuda)/
@@ -107,13 +107,12 @@ nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   why: The rank in `from [..]` makes the id; it ended or did not get there; who prints this waits
   fix: Read the log of the named rank: it crashed, or it does work alone before its first collective
     (download, preprocessing, a prompt of wandb). A longer wait: init_process_group(timeout=...).
-  lightning: downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))
 
 nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
   /[Hh]eartbeat monitor timed out/
   /ProcessGroupNCCL's watchdog got stuck for \d+ seconds/
   why: A call of CUDA or NCCL does not return, or holds the GIL: a hung GPU or driver, an abort
-  fix: Look for an Xid in dmesg, and an earlier timeout; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if slow.
+  fix: Look for an Xid in dmesg, an earlier timeout; if slow: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800
 
 [NCCL: network]
 
@@ -124,7 +123,7 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   /transport retry counter exceeded/
   why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
     retries there was no answer (status 12; 5 only follows from another failure)
-  fix: ibstat, perfquery on both nodes; without the link: NCCL_IB_HCA=^mlx5_2; RoCE:
+  fix: ibstat, perfquery on both nodes; to leave a link out: NCCL_IB_HCA=^mlx5_2; RoCE:
     NCCL_IB_GID_INDEX=3; if brief: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=13; or NCCL_IB_DISABLE=1.
   case gloo/transport/ibverbs|UCX +ERROR => A connection of gloo or UCX over InfiniBand or RoCE had
     no answer: NCCL's settings do not count => ibstat on both nodes; gloo over TCP, UCX_TLS=tcp.
@@ -189,8 +188,8 @@ nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL fai
   /NCCL WARN NET/OFI .*(?:Couldn't|Creating|completed with error|RC: -\d+|failed: )/
   why: A socket, shared memory or a plug-in failed; `Last error` or the first NCCL WARN says which
   fix: Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. ulimit -l unlimited, -n 65536.
-  case NET/OFI|EFA => The plug-in for AWS's network failed => A security group with all traffic from
-    and to itself; FI_PROVIDER=efa, or tcp without EFA; a plug-in that fits this NCCL.
+  case NET/OFI|\bEFA\b => The plug-in for AWS's network failed => A security group with all traffic
+    from and to itself; FI_PROVIDER=efa, or tcp without EFA; a plug-in that fits this NCCL.
   case ibv_|NET/IB => A call of InfiniBand or RoCE failed => ibstat; NCCL_IB_HCA of one network,
     NCCL_IB_GID_INDEX; ulimit -l unlimited; NCCL_IB_DISABLE=1 as a trial.
   case shm|shared memory => /dev/shm is full or too small => docker run --shm-size=8g or --ipc=host.

@@ -7,7 +7,7 @@ _TEXT = r"""
 
 amp-no-inf-checks: the scaler found no gradient to check
   /No inf checks were recorded for this optimizer/
-  why: No parameter of it has a gradient: no backward, or it holds others than the model's
+  why: The optimizer has no gradient: no backward, or its parameters are not the model's
   fix: scaler.scale(loss).backward() before scaler.step; make the optimizer after the model was
     moved and wrapped; skip the step if there was no backward.
 
@@ -42,7 +42,7 @@ amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is inf(?:inite|inity)?\b/
   /[Ll]oss became (?:infinite|NaN)/
   /grad_scale is too small/
-  /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:\w+ )*(?P<what>loss|grad)/
+  /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
   /(?:nan|NaN|inf)\b.*[Ss]topping training/
   /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
@@ -50,7 +50,6 @@ amp-nan: loss or gradient is NaN or infinite
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/
   /probability tensor contains either `inf`, `nan`/
   /but found invalid values:\s+tensor\(.*nan/
-  /expects all elements of std >= 0\.0/
   /Current loss scale already at minimum/
   /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
@@ -62,6 +61,7 @@ amp-nan: loss or gradient is NaN or infinite
 
 compile-failed (generic): torch.compile could not compile the model
   /BackendCompilerFailed: /
+  /AssertionError: expected size \d+==\d+, stride /
   /torch\._dynamo\.config\.suppress_errors = True/
   /torch\._inductor\.exc\.\w+/
   /DDPOptimizer backend: Found a higher order op in the graph/
@@ -96,14 +96,15 @@ compile-compiler: no compiler that fits torch, or it failed
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Extensions and Inductor need a C++ compiler, Python's headers, Triton, torch's CUDA toolkit
   fix: Look above for its first error. apt install build-essential python3-dev; set CUDA_HOME.
+  or_else: The code that it compiles is wrong: its first error says so.
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
     older gcc, or a newer toolkit of the same major version as torch's.
   case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.
-  case CUDA version|gpu arch => The CUDA toolkit (nvcc) is not that of torch => CUDA_HOME=the
-    toolkit of torch.version.cuda; TORCH_CUDA_ARCH_LIST of this GPU.
+  case CUDA version|gpu arch => nvcc is not of torch's CUDA => CUDA_HOME=that of torch.version.cuda.
   case working triton|No module named .triton => Triton is missing, or does not fit this torch =>
     pip install triton, as torch's requirements name it (triton-windows); or torch.compile off.
-  case Failed to find C|No working|cl is not => There is no compiler => apt install build-essential.
+  case Failed to find C comp|No working|cl is not => No compiler => apt install build-essential;
+    MSVC.
 """
 
 FAMILIES = read_families(_TEXT)

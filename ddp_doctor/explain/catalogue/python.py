@@ -12,7 +12,7 @@ def _cause(name: str, title: str, why: str) -> Cause:
         title=title,
         is_generic=True,
         why=why,
-        fix="Read the line that is named, and its values; of a library: does its version fit?",
+        fix="Print the values in the named line; if a library raised it: does its version fit?",
     )
 
 
@@ -22,10 +22,7 @@ ZeroDivisionError NotImplementedError RecursionError UnicodeDecodeError JSONDeco
 SyntaxError IndentationError OverflowError FloatingPointError PermissionError TimeoutError
 NotADirectoryError IsADirectoryError StopIteration
 """
-BUILT_IN = {
-    name: _cause(name, f"the program raised {name}", "Its own code, or a library, raised it")
-    for name in _NAMES.split()
-}
+BUILT_IN = {name: _cause(name, f"the program raised {name}", "") for name in _NAMES.split()}
 RAISED = _cause("raised", "the program raised an exception of its own", "Its own code raised it")
 OPERATION = _cause(
     "operation",

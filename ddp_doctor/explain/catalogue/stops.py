@@ -29,7 +29,7 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /Node is not ready/
   /because its node has died/
   /RTE has lost communication with a remote daemon/
-  why: The scheduler lost the node: a crash, a reboot, the network, or preemption (see around)
+  why: The scheduler lost the node: a crash, a reboot, the network, preemption (see around it)
   fix: Start again without it: sbatch --exclude=NODE; report it.
 
 stop-cancelled (teardown): the job was cancelled
@@ -96,8 +96,7 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
   /Batch job submission failed: /
   /Task launch for \S+ failed on node [^:]+: /
   /CPU binding outside of job step allocation/
-  /(?:srun|sbatch): error: .*(?:[Ii]nvalid|not available|More processors requested|Requested node
-    configuration).*/
+  /(?:srun|sbatch): error: .*(?:[Ii]nvalid|not available|More processors req|Requested node)/
   /execve\(\): \S+: (?!No such)/
   /There are not enough slots available in the system to satisfy/
   /PMI2_Init failed/
@@ -114,15 +113,13 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
   case PMI => MPI and the launcher speak different versions of PMI => srun --mpi=list, then
     --mpi=pmix or pmi2, as MPI was built; or mpirun of the same MPI.
   case not enough slots => The hosts have fewer slots than -np => A smaller -np, or HOST slots=N.
-  case TCP connection back|lost communication => A node can't open a connection to mpirun's node =>
-    Open the ports between the nodes; --mca oob_tcp_if_include and btl_tcp_if_include NETWORK.
+
 
 launch-command (accuses nobody): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
   /execve\(\): \S+: No such file/
-  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|mpiexec|docker|apptainer): (?:command
-    )?not found/
+  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|docker): (?:command )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
   fix: Activate the environment in the job; absolute paths; a module: torchrun -m package.module.
@@ -140,8 +137,6 @@ lost-finished-rank (mismatch, generic): a rank had finished while others still w
   /process group has NOT been destroyed before/
   why: The rank that was lost had ended as if all was done: fewer batches, or it left its loop early
   fix: DistributedSampler(drop_last=True), or `with model.join():`; no rank returns or breaks alone.
-  lightning: use_distributed_sampler=True; limit_train_batches for iterable datasets
-  accelerate: accelerator.prepare(loader); accelerator.join_uneven_inputs([model])
 """
 
 FAMILIES = read_families(_TEXT)
