@@ -21,6 +21,7 @@ _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gathe
 
 
 def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield what is wrong with train mode, and with random numbers."""
     yield from _train_mode(ranks.first)
     for rank in ranks:
         yield from _lost_mode(rank)
@@ -80,7 +81,9 @@ def _noise(ranks: Ranks) -> Iterator[Verdict]:
     told += "state"
     place = seed_line(seed["lines"]) if seed else line
     seen = f"in {len(common)} of {len(common)} steps looked at"
-    why = f"seed {seed['value']} on all ranks" if seed else "no line of the program sets a seed"
+    set_at = next((s["line"] for s in ranks.first.all("seed") if s["line"]), "")
+    why = f"a library sets a seed at {set_at}" if set_at else "no line of the program sets a seed"
+    why = f"seed {seed['value']} on all ranks" if seed else why
     # Frameworks, and programs without a seed, have masks so; then it is nobody's slip.
     softened = ranks.have_framework or (seed is None and (bool(masks) or not noise))
     yield Verdict(code, told, place, seen_at=line, evidence=(seen, why), softened=softened)

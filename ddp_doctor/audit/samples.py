@@ -43,6 +43,7 @@ class Pass:
 
 
 def read_passes(rank: Rank) -> dict[Key, Pass]:
+    """Put together what a rank's loaders gave in each pass."""
     trained = rank.trained_passes()
     names: dict[int, tuple[str, int]] = {}
     counts: Counter[str] = Counter()
@@ -68,6 +69,7 @@ def read_passes(rank: Rank) -> dict[Key, Pass]:
 
 
 def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield what is wrong with the samples of each pass that trains."""
     by_key: dict[Key, dict[int, Pass]] = defaultdict(dict)
     for rank in ranks:
         for key, one in read_passes(rank).items():
@@ -263,6 +265,11 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     if len(by_rank) < 2 or joins or not ended or min(ended) >= max(counts.values()):
         return
     about = next(iter(by_rank.values())).about
+    of = {number: [p.about["loader"], p.about["number"]] for number, p in by_rank.items()}
+    ours = [[s["of"][:2] for s in ranks.by_number[n].all("step") if s["of"]] for n in of]
+    made = {steps.count(key) for steps, key in zip(ours, of.values(), strict=True)}
+    if len(made) == 1 and all(rank.ended_well for rank in ranks):
+        return  # they agreed on the end
     told = "the ranks have other numbers of batches in an epoch: who has more waits for the others"
     seen = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
     seen, place = f"batches in pass {about['number']}: {seen}", place_of(about)

@@ -29,10 +29,11 @@ _WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ng
 
 
 def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield what is wrong with the optimizers' steps, and with their scale."""
     rank = ranks.first
     for optimizer in rank.all("optimizer"):
         steps = [s for s in rank.steps("g").values() if s["o"] == optimizer["o"]]
-        yield from _zeroing(steps)
+        yield from _zeroing(steps, ranks)
         yield from judge_scale(rank, optimizer, steps, ranks)
         if not ranks.are_sharded:
             yield from _still(rank, optimizer, steps, ranks.files)
@@ -42,7 +43,7 @@ def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
     yield from _clipping(ranks)
 
 
-def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
+def _zeroing(steps: Sequence[Record], ranks: Ranks) -> Iterator[Verdict]:
     """Yield gradients that are never emptied, or emptied between the parts of a step."""
     later = [s for s in steps if s["n"] > 1 and s["num_looks"] and any(s["g"])]
     if len(later) < ENOUGH:
@@ -54,7 +55,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         facts = (f"{seen}were still there", f"step: {step['line']}")
         place = step["backward_line"] or step["line"]
         yield Verdict("gradients-not-zeroed", told, place, evidence=facts)
-    elif all(
+    elif not ranks.are_sharded and all(  # FSDP2 keeps what it has not reduced to itself
         1 < step["num_looks"] == step["num_zero"]
         and _is_split(step, step["num_looks"])
         and len(step["backward_lines"]) == 1
@@ -126,7 +127,9 @@ def _still(
         return
     made = optimizer["line"]
     every = [i for i, is_trained in enumerate(optimizer["trainable"]) if is_trained]
-    unused = [i for i in every if all(step["g"][i] is None for step in steps)]
+    weights = zip(optimizer["first"], *(step["w"] for step in steps), strict=True)
+    stays = [len(set(values)) == 1 for values in weights]
+    unused = [i for i in every if stays[i] and all(step["g"][i] is None for step in steps)]
     looks = rank.all("still")
     if any(look["orphans"] for look in looks):  # see _orphans
         unused = [i for i in unused if optimizer["in_ddp"][i]]
@@ -135,9 +138,7 @@ def _still(
         for look in looks
         if look["o"] == optimizer["o"]
         for i, rate in look["still"]
-        if i in every
-        and len({step["w"][i] for step in steps} | {optimizer["first"][i]}) == 1
-        and (rate != 0 or all(0 in step["lr"] for step in steps))
+        if i in every and stays[i] and (rate != 0 or all(0 in step["lr"] for step in steps))
     }
     is_other = unused and not any(optimizer["in_ddp"][i] for i in unused) and rank.all("ddp")
     if len(unused) == len(every) and is_other:
@@ -145,7 +146,7 @@ def _still(
         told += "it was made before the model was replaced"
         seen = f"none of its {len(unused)} parameters ever has a gradient"
         yield Verdict("parameter-not-in-optimizer", told, made, evidence=(seen,))
-    elif unused:
+    elif unused and 3 * steps[-1]["n"] >= rank.step_count:  # it may have its turn later
         told = f"{_named(optimizer, unused)} never get a gradient: no loss depends on them"
         place = next(filter(None, map(origins.forward_cut_line, files)), made)
         seen = f"{len(steps)} of {steps[-1]['n']} steps were looked at"

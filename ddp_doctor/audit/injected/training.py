@@ -485,8 +485,18 @@ def _factor_of(
         number = _number_of(getattr(node, "_saved_other", None))
         if number:
             factor, kind = _factor_of(parents[0], left - 1, reduced, world)
-            return factor * (number if name.startswith("Mul") else 1 / number), kind
+            number = number if name.startswith("Mul") else 1 / number
+            terms = _num_terms(parents[0], left)
+            is_mean = terms > 1 and kind == MEAN and abs(number * terms - 1) < 1e-6
+            return factor * number, UNKNOWN if is_mean else kind
     return 1.0, UNKNOWN
+
+
+def _num_terms(node: Foreign, left: int) -> int:
+    """Count the losses that are added up: a division by their number makes their mean."""
+    if left <= 0 or "AddBackward" not in node.name():
+        return 1
+    return sum(_num_terms(parent, left - 1) for parent, _ in node.next_functions if parent)
 
 
 def _number_of(value: Foreign) -> float | None:

@@ -48,14 +48,12 @@ checkpoint-corrupt: a file is incomplete, damaged or of another kind
   /invalid load key, '(?P<key>[^']*)'/
   /Error while deserializing header: (?P<what>\w+)/
   /UnpicklingError: (?:pickle data was truncated|unpickling stack underflow)/
-  # torch's own reader, which offers weights_only=False also for a damaged file
   /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
     operand \d+|invalid load key|Memo value not found|unpickling stack)/
   why: A kill amid the write, two writers, a full disk, or a download that was cut or is a web page
   fix: Use the checkpoint before it, or download again. Only rank 0 writes, then os.replace.
   case invalid load key, 'v' => The file is a pointer of git-lfs, not the file => git lfs pull.
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
-  case constants\.pkl => It is no TorchScript file => torch.load(), not torch.jit.load().
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
   /\[Errno 17\] File exists: (?!'\/\w+'$)/
@@ -64,7 +62,6 @@ checkpoint-many-writers: several ranks wrote, renamed or removed the same file o
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
     of datasets: one process makes it first (main_process_first of Trainer and Accelerate).
-  trainer: if trainer.is_world_process_zero(); of its own tmp-checkpoint: another transformers
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: a disk or /dev/shm is full, or the quota is used up

@@ -137,7 +137,6 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
   /urlopen error/
   /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   /GatedRepoError/
-  /trying to access a gated repo/
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.

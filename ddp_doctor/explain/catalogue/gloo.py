@@ -83,12 +83,6 @@ group-rank: a collective was given a rank that is not in its group
   /The given group does not exist/
   why: src, dst or root is a global rank; or new_group was called by some ranks only
   fix: All ranks call new_group, also those outside it, in one order; src is global (or group_src=).
-
-gloo-ddp-outlives-group (timeout): DDP's end waits for ever for its group
-  /c10d::Reducer::~Reducer/
-  why: The DDP model is freed after destroy_process_group(): its destructor waits for a thread of
-    gloo and keeps the GIL, which that thread needs to free a tensor
-  fix: del model (the DDP wrapper) before dist.destroy_process_group(), or train in a function.
 """
 
 FAMILIES = read_families(_TEXT)

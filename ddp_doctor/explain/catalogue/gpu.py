@@ -50,7 +50,6 @@ gpu-hang (generic): the GPU hung, and its driver reset it
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
-  case launch timed out => Longer than a display's watchdog allows => A GPU without a display.
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   /(?:Error 802|CUDA error): system not yet initialized/
@@ -197,8 +196,6 @@ accelerator-collectives (generic): the device's own library of collectives faile
   fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
   case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
-  case fill_device_fds|/dev/dri => oneCCL can't open the files of the GPUs in /dev/dri => docker run
-    --device /dev/dri -v /dev/dri/by-path:/dev/dri/by-path; groups render, video.
   case local_coord|LOCAL_(?:RANK|SIZE) => oneCCL was started without mpirun, so it has no local rank
     => mpirun, or CCL_PROCESS_LAUNCHER=none and CCL_LOCAL_RANK, _SIZE; CCL_ZE_IPC_EXCHANGE=sockets.
 

@@ -97,7 +97,6 @@ graph-device-mixed: tensors of one operation are on different devices
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
     device=x.device for new tensors in forward; no device_map='auto' in DDP.
-  accelerate: use accelerator.device, and accelerator.prepare the loader
 
 graph-ddp-device: DDP was given devices that do not fit its module
   /DistributedDataParallel device_ids and output_device arguments only work with/

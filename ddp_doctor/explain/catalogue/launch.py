@@ -36,7 +36,6 @@ launch-client-timeout (timeout): the address of another process could not be rea
   why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
-  case not permitted => A sandbox forbids sockets => Run it outside, or allow it the network.
   case [\[(, ]0\.(?!0\.0\.0)\d+\.\d+\.\d+ => A host name of digits alone was taken for an address =>
     The node's IP address, or a name with a letter; torchrun --local-addr=localhost on one node.
   case 127\.0\.\d\.1|localhost => The process with the store, on this node, ended or has not begun;
@@ -188,7 +187,6 @@ launch-devices (accuses nobody): the number of processes is not what the program
   /num_processes \(\d+\) .*does not match/
   why: Each process asks for other devices or nodes than the launcher started processes for
   fix: --ntasks-per-node and --nproc_per_node equal the program's devices; --nodes its num_nodes.
-  lightning: #SBATCH --ntasks-per-node=N (not --ntasks), Trainer(devices=N, num_nodes=NODES), srun
 
 launch-batch-size (accuses nobody): DeepSpeed's batch sizes do not fit the ranks
   /train_batch_size is not equal to micro_batch_per_gpu/
@@ -252,7 +250,6 @@ launch-pod-crash (teardown, generic): a pod ends again and again
 launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know why
   /The actor died unexpectedly before finishing this task/
   /A worker died or was killed while executing a task by an unexpected system error/
-  /Worker unexpectedly exits with a connection error code \d+/
   why: Ray lists guesses: memory, ray stop, a crash. The worker's own log has its last words
   fix: Explain worker-*-PID.err in /tmp/ray/session_latest/logs on its node; memory: fewer workers.
 

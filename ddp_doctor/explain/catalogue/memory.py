@@ -119,7 +119,6 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   /Fatal Python error: Segmentation fault/
   /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/
   /died with <Signals\.SIGSEGV/
-  # the second: Windows
   /returned non-zero exit status (?:-11|3221225477)\b/
   /\*\*\* SIGSEGV (?:\(@\w+\) )?received /
   /\]: segfault at [0-9a-f]+ ip /

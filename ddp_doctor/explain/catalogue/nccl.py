@@ -33,8 +33,6 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
   /submitted to be reduced, gathered or broadcasted by subset of ranks/
   why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
   fix: Read its log; py-spy dump. No collective under `if rank == 0`; equal numbers of batches.
-  lightning: self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only
-  accelerate: gather, wait_for_everyone and save_state on all processes, not under is_main_process
 
 collective-mismatch (mismatch): the ranks called different collectives
   /Impossible to apply the desired operation due to inadequate shapes/

@@ -20,14 +20,12 @@ windows-dll: Windows could not load a DLL of torch or CUDA into a process
 windows-hostname (accuses nobody): gloo on Windows took an address that can't be reached
   /kubernetes\.docker\.internal/
   /\[WinError 10049\]/
-  /The requested address is not valid in its context/
   why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
   or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
 openmp-threads: the process could not start a thread
   /libgomp: Thread creation failed: /
-  /OMP: Error #34: System unable to allocate necessary resources for OMP thread/
   /can't start new thread/
   /pthread_create failed/
   /(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed).*Resource temporarily
