@@ -32,10 +32,11 @@ _ERROR_LINE = re.compile(
     r"|^[\w.]+ (?:ERROR|CRITICAL|FATAL)\b"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
     r"|\bKilling subprocess \d|\bExecuteUserScriptError:|Reporting training FAILURE"
-    r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount"
+    r"|Failed - Training job failed|UnexpectedAdmissionError|FailedMount|exceptions\.RayTaskError"
     r"|with a non-zero status|= +BAD TERMINATION|^(?:.{,40}: )?[EF] \S+\.cc:\d+\]|Check failed: "
     r"|\b(?:condition \[ ?\w+ ?\]|OP_REQUIRES|Non-OK-status:?) failed|^Exception in device="
-    r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was reachable|fabric is not"
+    r"|failed with \w+ error|, runtime result = \d{5,}|No PMIx server was|fabric is not"
+    r"|^E[A-Z]\d{4}: |Trials did not complete"
 )
 _NOTABLE = (
     *("error", "fail", "fatal", "abort", "cannot", "can't", "could not", "unable", "unknown"),
@@ -233,7 +234,7 @@ class Collector:
         """Give up what is still open: the log was cut off there."""
         for stream in list(self._open):
             found = self._streams[stream].cut_off()
-            if found:
+            if found and (found.raised.frames or not self.evidence.events):
                 self._add_exception(found, [])
         self._open.clear()
         self._streams.clear()
@@ -359,8 +360,10 @@ class Collector:
             if last.endswith("connection.py") and any("torch" in f.file for f in raised.frames):
                 others["data-missing-file"] = "data-worker-exited"  # where it listened
             cause = BY_CODE[others.get(cause.code, cause.code)]
-        if cause is BY_CODE["checkpoint-corrupt"] and last.endswith("distributed_c10d.py"):
-            cause = None  # what a collective of objects brought was no pickle
+        if last.endswith(("distributed_c10d.py", "c10d_logger.py")):
+            # what a collective of objects brought was no pickle; NCCL has files in /dev/shm
+            cause = None if cause is BY_CODE["checkpoint-corrupt"] else cause
+            cause = BY_CODE["nccl-shm"] if cause is BY_CODE["checkpoint-disk-full"] else cause
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:

@@ -14,11 +14,11 @@ from ddp_doctor.explain.exits import Exit
 _SUCCESS = re.compile(
     r"(?i)\b(?:training (?:is |has )?(?:complete|finished(?! iter)|done|successful)|exit code 0"
     r"|(?:prediction|inference) (?:completed|finished)|completed training(?! (?:step|epoch|iter))"
-    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job succeeded|finished training"
+    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job (?:\S+: )?succeeded"
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
     r"|saved successfully\. ?You can now|completed successfully|finished: \d+ steps|job completed"
-    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED)|finish\.\.\. \(success\)"
-    r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
+    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED|finished training)"
+    r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
 _DONE = re.compile(r"(?i)\W*(?:done|finished|completed?|success)\W*$")
 _SAVED = re.compile(
@@ -55,6 +55,7 @@ _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 _SIZE = r"\d+(?:\.\d+)? (?:[GMK]iB|bytes)"
 _GPU_SIZES = (
     rf"capacity of (?P<all>{_SIZE}) of which (?P<free>{_SIZE}) is .*process has (?P<own>{_SIZE})",
+    rf"capacity of (?P<all>{_SIZE}) of which (?P<free>{_SIZE}) is .*Of the .*?(?P<own>{_SIZE})",
     rf"(?P<all>{_SIZE}) total capacity;.* (?P<free>{_SIZE}) free; (?P<own>{_SIZE}) reserved",
 )
 """What the GPU has, what is free, and what this process uses, as new and old versions print it."""

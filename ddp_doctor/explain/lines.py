@@ -195,7 +195,7 @@ def _cut_bar(line: Line) -> None:
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
         cut = text.index("Traceback (most")
         line.before, line.text = text[:cut], text[cut:]
-    elif text.endswith("]Killed"):
+    elif text.endswith(("]Killed", "sKilled")):
         line.text = "Killed"
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)

@@ -206,7 +206,7 @@ def _unknown_headline(verdict: Verdict) -> str:
     if root is not None and (raised := root.raised) is not None:
         said = f" at {raised.where}" if raised.where else ""
         said = f": {raised.headline}" if raised.headline else said
-        text = f"{_subject(verdict)}: {raised.name or 'an exception'}{said}"
+        text = f"{_subject(verdict)}: {raised.name or 'an exception that is cut off'}{said}"
         return text if len(text) <= _MAX_HEADLINE else f"{text[: _MAX_HEADLINE - 4]} ..."
     if ended is not None:
         how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"

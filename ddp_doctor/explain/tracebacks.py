@@ -109,6 +109,7 @@ class Assembler:
             return None
         if header := HEADER.match(text):
             self._open(header)
+            self.last_line = line
             return None
         if _DUMPED_FRAME.match(text):
             return None
@@ -126,7 +127,7 @@ class Assembler:
 
     def cut_off(self) -> Found | None:
         """Give what there is of a traceback whose last line is missing."""
-        if not (self.num_open and self.has_header and self.frames and self.last_line):
+        if not (self.num_open and self.has_header and self.last_line):
             self._close()
             return None
         raised = Raised(type="", message="", frames=list(self.frames))

@@ -7,6 +7,7 @@ _TEXT = r"""
 
 data-worker-exited (generic): a DataLoader worker ended
   /DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly/
+  /background workers are no longer alive/
   /DataLoader worker \(pid (?P<pid>\d+)\) (?:is killed by signal: (?!Term)\w+|exited)/
   why: Native code in the dataset crashed, the worker called exit, or it was killed
   fix: num_workers=0 shows the error; open files and databases in __getitem__, not in __init__.
@@ -98,7 +99,6 @@ data-empty: the dataset or this rank's part of it is empty
   fix: print(len(dataset)) on each rank before the loader is made.
 
 data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended all of them
-  # WHY mismatch: who says only the second one is another rank
   /Rank (?P<ranks>\d+) exhausted all inputs/
   /Detected at least one rank that exhausted inputs/
   why: model.join(throw_on_early_termination=True) raises on all ranks once one has no more batches
@@ -140,11 +140,12 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
+  case create_repo|push_to_hub|init_hf_repo => A push to the hub failed, no download =>
+    push_to_hub=False, or a token that may write and a network on this node.
   case Repository ?Not ?Found => Its name is another, or it is private => Correct the name;
     HF_TOKEN.
   case \b[Gg]ated|GatedRepo|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this
     account or address => Check the name; accept the terms on its page; HF_TOKEN; or a mirror.
-  case 404 Client|Error 404|Not Found => No such name, branch or file there => Correct the name.
   case [Oo]ffline ?[Mm]ode|HF_HUB_OFFLINE|outgoing traffic|LocalEntry => It is not in the cache =>
     Download it once with network, to the same HF_HOME; unset HF_HUB_OFFLINE otherwise.
 """

@@ -196,8 +196,6 @@ accelerator-collectives (generic): the device's own library of collectives faile
   fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
   case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
-  case local_coord|LOCAL_(?:RANK|SIZE) => oneCCL was started without mpirun, so it has no local rank
-    => mpirun, or CCL_PROCESS_LAUNCHER=none and CCL_LOCAL_RANK, _SIZE; CCL_ZE_IPC_EXCHANGE=sockets.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
   /execute failed, reason=\[(?:\w+ )*timeout\]/

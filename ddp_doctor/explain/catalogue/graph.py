@@ -97,6 +97,8 @@ graph-device-mixed: tensors of one operation are on different devices
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
     device=x.device for new tensors in forward; no device_map='auto' in DDP.
+  case device_ids\[0\] => nn.DataParallel runs in a job of several processes, or on other GPUs =>
+    Remove nn.DataParallel: DDP does its work; model.to(f'cuda:{LOCAL_RANK}').
 
 graph-ddp-device: DDP was given devices that do not fit its module
   /DistributedDataParallel device_ids and output_device arguments only work with/
@@ -141,8 +143,6 @@ fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   fix: FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; or wrap
     frozen and trained modules (LoRA) as units of their own. dtype: model.to(torch.bfloat16) before
     it is sharded; QLoRA: bnb_4bit_quant_storage is the dtype of the others.
-  accelerate: fsdp_use_orig_params: true in the config
-  trainer: fsdp_config={"use_orig_params": True}; PEFT: peft.utils.other.fsdp_auto_wrap_policy
 
 fsdp-whole-weights: whole weights were copied into a sharded model
   /aten\.copy_\.default:? got mixed torch\.Tensor and DTensor/

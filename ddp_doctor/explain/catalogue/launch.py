@@ -7,6 +7,7 @@ _TEXT = r"""
 
 launch-environment (accuses nobody): the variables of a launcher are missing
   /environment variable \w+ expected, but not set/
+  /(?:rank|world size) parameter missing/
   /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
@@ -14,7 +15,7 @@ launch-environment (accuses nobody): the variables of a launcher are missing
 
 launch-port (accuses nobody): a port is taken
   /EADDRINUSE/
-  /[Aa]ddress already in use/
+  /^(?!.*gloo).*[Aa]ddress already in use/
   why: Another job on this node, or a process left over, listens there; or each rank starts a server
   fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
     names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
@@ -118,6 +119,7 @@ launch-torch-version: the code is for another version of torch
 
 launch-import: a package is missing or does not fit
   /ModuleNotFoundError: No module named '[^']+'/
+  /python[\d.]*: No module named /
   /ImportError: /
   /operator torchvision::nms does not exist/
   /undefined symbol: /

@@ -19,6 +19,7 @@ memory-gpu: the GPU ran out of memory
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
+  or_else: A batch of one is too large, too: shard it (FSDP, ZeRO 3), LoRA, a shorter sequence.
   case hbm|XLA:TPU => A TPU's memory (HBM) is short => More shards, smaller batch or sequence,
     remat.
 
@@ -94,13 +95,6 @@ memory-shm: shared memory (/dev/shm) is full
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;
     fewer workers; torch.multiprocessing.set_sharing_strategy('file_system').
-
-memory-pinned (generic): a batch could not be pinned
-  /Pin memory thread exited unexpectedly/
-  /CUDA error: .*cudaHostAlloc/
-  /Caught \w+ in pin memory thread/
-  why: The thread that pins batches died: an error in a custom batch, no memory, or the GPU was gone
-  fix: pin_memory=False shows the first error; torch.cuda.set_device before the loader is made.
 
 killed-sigkill (generic): a process was killed with SIGKILL
   /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/

@@ -36,7 +36,6 @@ amp-unsupported: this device or operation does not support the float type that w
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
 
 amp-nan: loss or gradient is NaN or infinite
-  # WHY three: "loss is " alone stands in each line of many programs
   /[Ll]oss is nan/
   /[Ll]oss is NaN/
   /[Ll]oss is inf(?:inite|inity)?\b/
@@ -56,8 +55,6 @@ amp-nan: loss or gradient is NaN or infinite
     NaN, log(0) or 1/0, or a mask leaves a softmax nothing
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert
     torch.isfinite(x).all() on inputs; set_detect_anomaly(True) shows where; eps in log and sqrt.
-  lightning: Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)
-  trainer: TrainingArguments(bf16=True, max_grad_norm=1.0, logging_nan_inf_filter=False)
 
 compile-failed (generic): torch.compile could not compile the model
   /BackendCompilerFailed: /
@@ -84,6 +81,7 @@ compile-compiler: no compiler that fits torch, or it failed
   /Error building extension '\w+'/
   /Ninja is required to load C\+\+ extensions/
   /Command '\['ninja'/
+  /MissingCUDAException/
   /CalledProcessError: Command '\['\S*(?:cc|clang|\+\+)'/
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/

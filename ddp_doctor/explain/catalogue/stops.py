@@ -12,6 +12,7 @@ stop-time-limit (killed): the scheduler ended the job at its time limit
   /TERM_RUNLIMIT/
   /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
+  or_else: It hung before: its last lines of progress are much older.
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
 
 stop-preempted (killed): the scheduler took the node back, or the job was queued again
@@ -26,7 +27,6 @@ stop-node-failed (hardware, accuses nobody): a node of the job failed
   /CANCELLED AT \S+ DUE TO NODE FAILURE/
   /Node failure on /
   /NodeNotReady/
-  /Node is not ready/
   /because its node has died/
   /RTE has lost communication with a remote daemon/
   why: The scheduler lost the node: a crash, a reboot, the network, preemption (see around it)
