@@ -127,7 +127,7 @@ class Evidence:
     """The last line that a program calls an error, and that no entry of the catalogue knows."""
 
     notable: dict[str, Line] = field(default_factory=dict)
-    """Of lines that no entry knows the first of each form that tells of trouble."""
+    """Lines of trouble that no entry knows: of each form the last one before a failure."""
 
     failure: Line | None = None
     """The last line in which a launcher says that it failed, or a rank's exception alone."""

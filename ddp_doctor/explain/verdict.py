@@ -240,7 +240,7 @@ def _weaken_crashes(events: Sequence[Event], ends: Sequence[Exit]) -> None:
     closing = [e.line.order for e in ends if "Forcefully terminating all other" in e.line.text]
     for event in sorted(events, key=lambda event: event.line.order):
         if event.code == "killed-sigkill" and min(closing, default=math.inf) < event.line.order:
-            event.tier = Tier.LAUNCHER  # Lightning's
+            event.tier = Tier.LAUNCHER  # Lightning did it, since another rank had failed
         is_crash = event.kind == "message" and event.code in ("killed-segfault", "stop-aborted")
         if event.tier in (Tier.TIMEOUT, Tier.LOST):
             told.add(event.line.file)

@@ -37,7 +37,7 @@ def test_it_prints_what_it_is_to_say(words: str) -> None:
 
 
 LOGS = {
-    "oom": ("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n", ["memory-gpu"]),
+    "right": ("[rank1]: OSError: [Errno 24] Too many open files\n", ["data-open-files"]),
     "wrong": ("RuntimeError: CUDA error: device-side assert triggered\n", ["memory-gpu"]),
     "done": ("step 1 loss 0.3\nTraining finished\n", ["healthy"]),
     "cut": ("step 1 loss 0.3\nstep 2 loss 0.2\n", ["healthy"]),
