@@ -54,7 +54,8 @@ def test_what_faults_cost_a_program_that_saves_every_fifth_step(tmp_path: Path) 
     rows = {row["fault"]: row for row in report["faults"]}
     lost = report["fault_step"] - 1 - 10  # the newest checkpoint is that of step 10
     killed = rows["kill-rank"]
-    assert killed["lost"] == [f"{lost} steps of work"], killed
+    # WHY one less, too: torchrun may end the other rank before that has made its step
+    assert killed["lost"] in ([f"{n} steps of work"] for n in (lost, lost - 1)), killed
     assert (killed["next_start"], killed["weights"]) == ("step 11", "equal")
     assert (killed["samples_twice"], killed["samples_never"]) == (0, 0)
     assert (killed["orphans"], killed["files_broken"]) == (0, 0)
