@@ -51,11 +51,10 @@ class Matcher:
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
-        # AMD's words for the same failures, the driver's, and those of torch 1
-        text = text.replace("HIP ", "CUDA ").replace(
-            "driver error: invalid device", "driver error: no"
-        )
-        text = text.replace("CUDA driver error", "CUDA error")
+        # AMD's words for the same, the driver's (not of a device, which no rank chose), torch 1's
+        text = text.replace("HIP ", "CUDA ")
+        if "CUDA driver error: invalid device" not in text:
+            text = text.replace("CUDA driver error", "CUDA error")
         if "cuda runtime error" in text:
             text = _OLD_FORM.sub("CUDA error: ", text)
         is_long = len(text) > _LONGEST_FORM

@@ -163,6 +163,7 @@ gpu-fork: CUDA was used in a forked process
 
 gpu-cuda-error (generic): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/
+  /CUDA driver error: [a-zA-Z]/
   why: It is told at a later call: the line that is named may be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
   case error: initialization error => CUDA was used before this process was forked, or the driver is
