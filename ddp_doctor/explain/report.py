@@ -376,7 +376,7 @@ def _quoted(lines: Sequence[Line]) -> list[str]:
 
 def describe(cause: Cause) -> str:
     """Write all that the catalogue has of one cause, without a log."""
-    why = _as_sentence(cause.why, defaultdict(lambda: "...")).removeprefix(".")
+    why = _as_sentence(cause.why, defaultdict(lambda: "...")) if cause.why else ""
     # WHY: of some causes the log alone says why
     lines = [*_wrap(f"{cause.code}: {cause.title}. {why}".removesuffix(" ..."), ""), ""]
     if cause.phrases:

@@ -246,8 +246,7 @@ SHORT_LOGS = {**sections(Path(__file__).with_name("short_logs.txt")), **LONG_OR_
 def test_the_cause_and_the_rank_at_fault(name: str, tmp_path: Path) -> None:
     text, words = logs.made_of(SHORT_LOGS[name])
     found = explain_text(text, tmp_path)
-    rank = rank_of(found)
-    whose = "nobody" if rank is None else f"rank {rank}"
+    whose = "nobody" if (rank := rank_of(found)) is None else f"rank {rank}"
     assert name.rpartition(": ")[2] in (code_of(found), f"{code_of(found)} of {whose}")
     answer = json.dumps({part: found[part] for part in ANSWER})
     assert not [word for word in words if word not in answer]

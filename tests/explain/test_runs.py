@@ -287,11 +287,12 @@ def test_text_that_steers_a_terminal_is_escaped_as_the_trainer_does() -> None:
 
 def test_every_cause_is_printed_in_full_by_its_code() -> None:
     for cause in CAUSES:
-        assert run_cause(cause.code, output=(output := StringIO())) == 0
+        output = StringIO()
+        assert run_cause(cause.code, output=output) == 0
         words = " ".join(output.getvalue().split())
-        assert ". ." not in words, "a cause without words of its own"
         steps = [text.removesuffix(":") for text, _ in STEPS.get(cause.code, ())]
         fixes = steps or (cause.fix, cause.lightning)
         parts = (cause.title, *fixes, cause.confirm, cause.or_else)
         assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
         assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code
+        assert ". . " not in words, "no words of its own, and a full stop for them"
