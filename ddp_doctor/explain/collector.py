@@ -68,10 +68,7 @@ _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
 
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
-_LAUNCHER_TYPES = (
-    *("ChildFailedError", "CalledProcessError"),
-    *("ProcessRaisedException", "ProcessExitedException"),
-)
+_OF_LAUNCHER = re.compile(r"(?:ChildFailed|CalledProcess)Error$|Process(?:Raised|Exited)Exception$")
 _OF_WEIGHTS = {
     *("from_pretrained", "load_state_dict", "state_dict", "_apply", "full_tensor", "torch_load"),
     *("load", "load_checkpoint", "save_model", "save_checkpoint", "save_pretrained"),
@@ -306,8 +303,11 @@ class Collector:
         if line.raw.startswith(_BOX) or is_source:
             return
         matches = self._matcher.find(text)
-        if matches and was_message is not None and assembler.in_message is was_message:
-            self._add_to_exception(was_message, matches, line)
+        if was_message is not None and assembler.in_message is was_message:
+            # rich breaks long messages
+            matches = matches or self._matcher.find(was_message.raised.message.replace("\n", " "))
+            if matches:
+                self._add_to_exception(was_message, matches, line)
         elif matches:
             self._add_message(matches[0], line)
         elif not assembler.is_open:
@@ -340,26 +340,27 @@ class Collector:
         last = raised.frames[-1].file if raised.frames else ""
         files = [f for f in raised.frames if "/_inductor/" not in f.file]  # which loads kernels
         functions = {f.function for f in files if f.is_library or f.function == "forward"}
-        if cause is BY_CODE["graph-shapes"] and "forward" not in functions:
+        is_forward = "forward" in functions
+        if cause is BY_CODE["graph-shapes"] and not is_forward:
             steps = any("/optim/" in frame.file for frame in raised.frames)
             cause = BY_CODE["checkpoint-optimizer"] if steps else cause
-        loads = "forward" not in functions and not functions.isdisjoint(_OF_WEIGHTS)
-        if cause is BY_CODE["memory-gpu"] and loads:
+        if cause is BY_CODE["memory-gpu"] and not is_forward and functions & _OF_WEIGHTS:
             cause = BY_CODE["memory-gpu-weights"]
         if tier == Tier.LOST and any("elastic/rendezvous" in f.file for f in raised.frames):
             cause, tier = BY_CODE["launch-rendezvous"], Tier.TIMEOUT  # the store, and no rank
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
-        # below the top: another rank removes the same folder
         removes = last.endswith("shutil.py") and raised.frames[-1].function.startswith("_rmtree")
         if removes and cause is BY_CODE["data-missing-file"]:
-            cause = BY_CODE["checkpoint-many-writers"]
+            cause = BY_CODE["checkpoint-many-writers"]  # another rank removes the same folder
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
             if last.endswith("connection.py") and any("torch" in f.file for f in raised.frames):
                 others["data-missing-file"] = "data-worker-exited"  # where it listened
             cause = BY_CODE[others.get(cause.code, cause.code)]
+            is_echo = cause.code == "data-pickle" and last.endswith("spawn.py")
+            tier = Tier.LOST if is_echo else tier  # its parent failed while it sent the arguments
         if last.endswith(("distributed_c10d.py", "c10d_logger.py")):
             # what a collective of objects brought was no pickle; NCCL has files in /dev/shm
             cause = None if cause is BY_CODE["checkpoint-corrupt"] else cause
@@ -485,7 +486,7 @@ def _is_of_launcher(raised: Raised) -> bool:
     if raised.name == "CalledProcessError" and raised.frames:  # the program may start others, too
         started = [raised.headline, *(frame.file for frame in raised.frames)]
         return any(_LAUNCHES.search(text) for text in started)
-    return raised.name in _LAUNCHER_TYPES or is_of_spawn
+    return _OF_LAUNCHER.match(raised.name) is not None or is_of_spawn
 
 
 def _named(match: Match | None) -> tuple[int, ...]:

@@ -77,6 +77,9 @@ class Cause:
     is_generic: bool = False
     """The message has many causes, so a specific one of the same tier comes first."""
 
+    is_likely: bool = False
+    """Other causes give this message, too, or no log says which remedy helps."""
+
     or_else: str = ""
     """A second cause that gives the same message, and what tells the two apart."""
 

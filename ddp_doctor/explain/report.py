@@ -243,7 +243,7 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
         return UNKNOWN, "the log does not show what the rank that is waited for was doing"
     if root.tier == Tier.TIMEOUT:
         return LIKELY, "it is inferred from what the waiting ranks print"
-    if root.cause.or_else or root.cause.is_generic:
+    if root.cause.or_else or root.cause.is_generic or root.cause.is_likely:
         return LIKELY, "this message has several causes"
     return CERTAIN, "the message has this cause only"
 
@@ -333,7 +333,9 @@ def as_text(answer: Answer) -> str:
     if verdict.kind == "healthy":
         return "\n".join([*lines, f"Healthy: no failure in {where}{noise}.\n"])
     if verdict.kind == "open":
-        lines += [f"No failure seen in {where}{noise}; the log does not say how the job ended.", ""]
+        seen = "known failure" if verdict.near else "failure seen"
+        lines += [f"No {seen} in {where}{noise}; the log does not say how the job ended.", ""]
+        lines += ["Lines that speak of trouble", *_quoted(verdict.near)] if verdict.near else []
         lines += ["What would decide", *(f"  - {text}" for text in _OF_THE_END)]
         return "\n".join([*lines, ""])
     if story is not None and story.failed:

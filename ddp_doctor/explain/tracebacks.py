@@ -127,7 +127,7 @@ class Assembler:
 
     def cut_off(self) -> Found | None:
         """Give what there is of a traceback whose last line is missing."""
-        if not (self.num_open and self.has_header and self.last_line):
+        if not (self.num_open and (self.has_header or len(self.frames) > 2) and self.last_line):
             self._close()
             return None
         raised = Raised(type="", message="", frames=list(self.frames))

@@ -35,7 +35,8 @@ _OF_SIGNAL = {
 _SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
-_NEAR, _MOST_NEAR = 60, 3  # lines
+_NEAR, _MOST_NEAR, _AT_END = 60, 3, 12  # lines
+_MILD = re.compile(r"(?i)warn|\binfo\b|\[[IW]\d|: W |not found|using\b|unknown|finished|succeed")
 
 CERTAIN, LIKELY, UNKNOWN = "certain", "likely", "unknown"
 
@@ -87,15 +88,14 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
     verdict = _judge(evidence)
-    verdict.near = _near(verdict, evidence)
     _tell_case(verdict)
     nan = nan_event(evidence.endings)
     if verdict.kind == "healthy":
         if nan is not None:
             return Verdict(kind="explained", root=nan, evidence=[nan.line])
-        if not evidence.ends_well:
-            verdict.kind = "open"
-    elif nan is not None and verdict.root and "nan" not in verdict.root.line.text.lower():
+        verdict.kind = "healthy" if evidence.ends_well else "open"
+    verdict.near = _near(verdict, evidence)
+    if nan is not None and verdict.root and "nan" not in verdict.root.line.text.lower():
         if _was_over(verdict.root, evidence):
             earlier = [verdict.root] * (verdict.cause is not None)
             return Verdict("explained", nan, evidence=[nan.line], later=earlier)
@@ -107,6 +107,10 @@ def _near(verdict: Verdict, evidence: Evidence) -> list[Line]:
     """Choose the lines that no entry knows, and that may say why: before the cause rather."""
     told = [(line.file, line.number) for line in verdict.evidence]
     lines = [line for line in evidence.notable.values() if (line.file, line.number) not in told]
+    if verdict.kind == "open":
+        ends = {name: ending.last - _AT_END for name, ending in evidence.endings.items()}
+        lines = [o for o in lines if o.number > ends.get(o.file, 0) and not _MILD.search(o.raw)]
+        return lines[-_MOST_NEAR:]
     if verdict.root is None:
         lines = lines if verdict.kind == "unknown" else []
         return lines if len(lines) <= _MOST_NEAR else [*lines[:2], lines[-1]]

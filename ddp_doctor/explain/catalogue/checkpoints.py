@@ -5,8 +5,7 @@ from ddp_doctor.explain.catalogue.entries import read_families
 _TEXT = r"""
 [Checkpoints]
 
-checkpoint-module-prefix: the checkpoint's names and the model's differ by a prefix: `module.` of
-    DDP or `_orig_mod.` of torch.compile
+checkpoint-module-prefix: names differ by a prefix: `module.` of DDP or `_orig_mod.` of compile
   /(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module|_orig_mod)\./
   why: It was saved from the wrapper and loaded into the bare model, or the other way round
   fix: Save model.module.state_dict() (of a compiled model model._orig_mod.state_dict()), load into
@@ -14,7 +13,7 @@ checkpoint-module-prefix: the checkpoint's names and the model's differ by a pre
     {k.removeprefix('module.').removeprefix('_orig_mod.'): v for k, v in state.items()}.
   accelerate: accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
 
-checkpoint-size: a parameter of the checkpoint has another shape than the model's
+checkpoint-size (likely): a parameter of the checkpoint has another shape than the model's
   /size mismatch for [\w.]+: copying a param with shape torch\.Size\((?!\[0[],]).*?\) from
     checkpoint, the shape in current model is torch\.Size\((?!\[0[],]).*?\)/
   why: Another number of classes, another vocabulary or another width
@@ -40,7 +39,7 @@ checkpoint-device: the checkpoint's tensors go to a device where they can't be u
     map_location='cuda' moved the random state, too, which belongs on the CPU
   fix: torch.load(path, map_location='cpu'), then load_state_dict; else all ranks fill GPU 0.
 
-checkpoint-corrupt: a file is incomplete, damaged or of another kind
+checkpoint-corrupt (likely): a file is incomplete, damaged or of another kind
   /PytorchStreamReader failed (?:reading|locating|finding)/
   /failed finding central directory/
   /(?:storage has wrong size:|unexpected EOF,) expected \d+ (?:got|more bytes)/

@@ -12,7 +12,7 @@ data-worker-exited (generic): a DataLoader worker ended
   why: Native code in the dataset crashed, the worker called exit, or it was killed
   fix: num_workers=0 shows the error; open files and databases in __getitem__, not in __init__.
 
-data-worker-timeout: a DataLoader worker did not deliver in time
+data-worker-timeout (likely): a DataLoader worker did not deliver in time
   /DataLoader timed out after [\d.]+ seconds/
   why: Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout
   fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=.
@@ -58,7 +58,7 @@ data-label-type (generic): the labels have the wrong type for the loss
   why: cross_entropy needs int64 class numbers; BCE and MSE need floats
   fix: labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
 
-data-target-shape: the labels do not have the shape that the loss needs
+data-target-shape (likely): the labels do not have the shape that the loss needs
   /Expected input batch_size \(\d+\) to match target batch_size \(\d+\)/
   /Target size \(torch\.Size\(.*\)\) must be the same as input size/
   /0D or 1D target tensor expected, multi-target not supported/
@@ -74,7 +74,7 @@ data-missing-file (generic): a file is not there
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
 
-data-bad-image: a file of the dataset is broken
+data-bad-image (likely): a file of the dataset is broken
   /cannot identify image file /
   /LibsndfileError: (?!.*System error)/
   /image file is truncated/
@@ -117,7 +117,7 @@ data-storage: the storage had an error
   fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads.
   or_else: It is full (df -h, quota -s): some file systems say it like this.
 
-data-lock: a file or database is locked by another process
+data-lock (likely): a file or database is locked by another process
   /unable to lock file/
   /\bLockError\b/
   /database is locked/
@@ -126,7 +126,7 @@ data-lock: a file or database is locked by another process
   fix: Open it read-only, in each worker itself: h5py HDF5_USE_FILE_LOCKING=FALSE with mode 'r',
     lmdb.open(..., readonly=True, lock=False); rank 0 writes, then barrier; remove old .lock files.
 
-data-hub: a server (a hub, a storage) refused, or could not be reached
+data-hub (likely): a server (a hub, a storage) refused, or could not be reached
   /We couldn't connect to '[^']+'/
   /outgoing traffic has been disabled/
   /LocalEntryNotFoundError/
@@ -142,8 +142,7 @@ data-hub: a server (a hub, a storage) refused, or could not be reached
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
   case create_repo|push_to_hub|init_hf_repo => A push to the hub failed, no download =>
     push_to_hub=False, or a token that may write and a network on this node.
-  case Repository ?Not ?Found => Its name is another, or it is private => Correct the name;
-    HF_TOKEN.
+  case Repository ?Not ?Found => No such name, or it is private => Correct the name; HF_TOKEN.
   case \b[Gg]ated|GatedRepo|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this
     account or address => Check the name; accept the terms on its page; HF_TOKEN; or a mirror.
   case [Oo]ffline ?[Mm]ode|HF_HUB_OFFLINE|outgoing traffic|LocalEntry => It is not in the cache =>

@@ -48,8 +48,7 @@ gloo-connect (timeout): gloo could not connect all ranks
   fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's) on all nodes; the node's real address in /etc/hosts.
 
 gloo-interface (accuses nobody): gloo found no network interface that it can use
-  /Unable to find address for: /
-  /Unable to find interface /
+  /Unable to find (?:address for:|interface) /
   /interface or hostname can't be empty/
   /[Uu]nable to resolve hostname to a \(local\) address/
   /makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device/
@@ -67,7 +66,7 @@ gloo-unsupported (accuses nobody): gloo can't do this operation or type
   why: gloo has fewer operations and types than NCCL: no AVG, in some no bool
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
 
-group-shapes: the tensors of a collective do not fit
+group-shapes (likely): the tensors of a collective do not fit
   /Split sizes doesn't match total dim 0 size/
   /Tensors must be contiguous/
   /Invalid function argument\. Expected parameter `\w+`/
@@ -77,7 +76,7 @@ group-shapes: the tensors of a collective do not fit
   why: Size, layout or type of a list of tensors is not what the operation needs
   fix: .contiguous(); one output per rank; world_size * input size for gather.
 
-group-rank: a collective was given a rank that is not in its group
+group-rank (likely): a collective was given a rank that is not in its group
   /(?:Group rank|Global rank) \d+ is not part of group/
   /invalid root rank: -?\d+/
   /The given group does not exist/

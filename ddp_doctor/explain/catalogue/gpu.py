@@ -4,8 +4,7 @@ from ddp_doctor.explain.catalogue.entries import read_families
 
 _DRAIN = (
     "Take the node out of the queue (scontrol update nodename=N state=drain; kubectl cordon N), "
-    "restart from the last checkpoint on others, reset the GPU or reboot the node, then run dcgmi "
-    "diag -r 3."
+    "resume from the last checkpoint on others, reset the GPU or reboot, then dcgmi diag -r 3."
 )
 _TEXT = r"""
 [GPU faults]
@@ -26,8 +25,7 @@ gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
   /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/
   /SXid \([^)]*\)(?!.*Non-fatal)/
-  /an NVLink error was detected/
-  /uncorrectable NVLink error/
+  /(?:an|uncorrectable) NVLink error/
   /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/
   /EDAC .* UE /
   /mce: .*(?:[Ff]atal|[Uu]ncorrect|Machine Check.* Bank \d+: [abef])/
@@ -100,7 +98,7 @@ gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
   case MIOpen => MIOpen found no kernel, or can't read or write its database, which ranks share =>
     MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; the ROCm of torch.
 
-gpu-none: torch sees no GPU
+gpu-none (likely): torch sees no GPU
   /ValueError: Cuda is not available\./
   /No CUDA GPUs are available/
   /CUDA driver initialization failed/
@@ -148,7 +146,7 @@ gpu-arch: torch or an extension has no kernels for this GPU
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
 
-gpu-busy: the GPU takes no new work: in use, or in a bad state
+gpu-busy (likely): the GPU takes no new work: in use, or in a bad state
   /CUDA-capable device(?:s|\(s\)) (?:is\/)?are busy or unavailable/
   /CUDA error: (?:device|out of memory).*(?:busy|exclusive)/
   why: Compute mode exclusive and another process on it, one left over, or a driver that fails
@@ -195,6 +193,8 @@ accelerator-collectives (generic): the device's own library of collectives faile
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
+  case pthread_create|worker thread => oneCCL's threads may not run on the cores that it chose =>
+    CCL_WORKER_AFFINITY=cores of this rank, or unset it and I_MPI_PIN_*; CCL_WORKER_COUNT=1.
   case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
 
@@ -206,6 +206,8 @@ accelerator-timeout (timeout): work of an NPU, as a collective, did not finish i
   /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
   fix: Read the other ranks' logs first (plog in ~/ascend/log); if one is slow: HCCL_EXEC_TIMEOUT.
+  case EI0006|socket times? ?out => The ranks could not connect: one did not come so far, or no
+    network is between them => Read the other ranks' logs; hccn_tool pings; HCCL_CONNECT_TIMEOUT.
 
 jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is missing
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/

@@ -6,8 +6,7 @@ _TEXT = r"""
 [Graph: what DDP expects of forward and backward]
 
 graph-unused (accuses speaker): parameters of the model got no gradient in the last backward
-  /Expected to have finished reduction in the prior iteration before starting a new one\. This error
-    indicates that your module has parameters/
+  /Expected to have finished reduction in the prior iteration .*your module has parameters/
   /[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): [\d ]+/
   /[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): /
   /parameters (?:in this model |that )were not used in producing the loss returned by training_step/
@@ -87,7 +86,7 @@ graph-checkpoint-differs: the recomputed forward differs from the first one
 
 [Model]
 
-graph-device-mixed: tensors of one operation are on different devices
+graph-device-mixed (likely): tensors of one operation are on different devices
   /[Ee]xpected (?:all tensors|\w+ and \w+) to be on the same device, but /
   /Input type \(torch\.\w*\.?FloatTensor\) and weight type \(torch\.\w*\.?FloatTensor\)/
   /module must have its parameters and buffers on device/

@@ -13,7 +13,7 @@ launch-environment (accuses nobody): the variables of a launcher are missing
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
 
-launch-port (accuses nobody): a port is taken
+launch-port (accuses nobody, likely): a port is taken
   /EADDRINUSE/
   /^(?!.*gloo).*[Aa]ddress already in use/
   why: Another job on this node, or a process left over, listens there; or each rank starts a server
@@ -59,8 +59,7 @@ launch-ranks-too-many (timeout): more processes joined than there are ranks
     FileStore; srun: one task per node for torchrun or mp.spawn, one per GPU without them.
 
 launch-rendezvous (timeout): torchrun's rendezvous failed
-  /RendezvousTimeoutError/
-  /Rendezvous(?:Connection|Closed|State)Error/
+  /Rendezvous(?:Timeout|Connection|Closed|State)Error/
   /The connection to the C10d store has failed/
   why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
     closed, or lost amid the training: another node ended first, and its log has the cause
@@ -70,7 +69,7 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
     the store, ended first => Read its log, and that of the node in --rdzv_endpoint; two jobs on one
     node need two ports; a new start needs a fresh --rdzv_id.
 
-launch-name (accuses nobody): a host name can't be resolved
+launch-name (accuses nobody, likely): a host name can't be resolved
   /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
   /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/
   /^(?!.*ssh: ).*nodename nor servname provided, or not known/
@@ -133,12 +132,13 @@ launch-import: a package is missing or does not fit
   case torchvision::nms|undefined symbol => A package was built for another torch => Install the
     version of it that belongs to this torch (torchvision, flash-attn, apex).
   case GLIBC => It needs a newer system library than this node has => A container; an older build.
+  case torch_extensions\S*: cannot open => Its build failed before, or another rank builds it =>
+    Read the build's first error further up; rm -rf ~/.cache/torch_extensions; build on one rank.
+  case HOROVOD_WITH => It was built without torch => HOROVOD_WITH_PYTORCH=1 pip install horovod.
   case cannot open shared object => A library of the system or of CUDA is not there, or not found =>
     ldconfig -p | grep NAME on that node; install its package; LD_LIBRARY_PATH in the job, too.
-  case circular import => Modules import each other, or a file has a package's name => Rename, move
-    it.
-  case implementation for device => It was built without CUDA => Its wheel for this torch;
-    FORCE_CUDA=1.
+  case circular import => Modules import each other, or a file has a package's name => Rename it.
+  case implementation for device => It has no CUDA => Its wheel for this torch; FORCE_CUDA=1.
   case cannot import name .*\(/(?!.*(?:-packages|/lib/python)) => It is of a checkout of your own: a
     wrong name, or not built => Correct the name; pip install -e . or make.
   case cannot import name => An installed package is of another version than the code was written
@@ -153,11 +153,11 @@ launch-versions (generic): a function or a module does not have what is asked of
   or_else: It is code of your own: the line that is named; or a file that has a package's name.
 
 launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for
-  /world[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
+  /[Ww]orld[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
   why: The sizes of tensor, pipeline, context and data parallel must multiply to the number of ranks
   fix: Change one of them, or the number of ranks.
 
-launch-rank-range (accuses nobody): rank and world size contradict each other
+launch-rank-range (accuses nobody, likely): rank and world size contradict each other
   /more than one node have assigned same rank/
   /rank \d+ of \d+ ranks has already checked in/
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
@@ -211,7 +211,6 @@ launch-config (accuses nobody): settings were refused: a key or a value is wrong
   /Could not override '[^']+'/
   /Key '[^']+' is not in struct/
   /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/
-  /MissingMandatoryValue: /
   /TOMLDecodeError: /
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key that this version lacks: the lines below name it
@@ -254,11 +253,6 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
   /A worker died or was killed while executing a task by an unexpected system error/
   why: Ray lists guesses: memory, ray stop, a crash. The worker's own log has its last words
   fix: Explain worker-*-PID.err in /tmp/ray/session_latest/logs on its node; memory: fewer workers.
-
-launch-lightning (generic, accuses nobody): Lightning refused its settings
-  /MisconfigurationException: /
-  why: Arguments of the Trainer, of the model's hooks or of the environment contradict each other
-  fix: Change what it names; accelerator, devices and num_nodes must be what the launcher started.
 """
 
 FAMILIES = read_families(_TEXT)

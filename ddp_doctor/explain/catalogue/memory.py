@@ -3,9 +3,8 @@
 from ddp_doctor.explain.catalogue.entries import read_families
 
 _HOST = (
-    "Fewer DataLoader workers, a smaller prefetch_factor, tensors or arrays instead of Python "
-    "lists in the dataset (each worker copies them), memory-mapped files, more memory for the "
-    "job."
+    "Fewer DataLoader workers, a smaller prefetch_factor, arrays instead of Python lists in the "
+    "dataset (each worker copies them), memory-mapped files, more memory for the job."
 )
 _TEXT = r"""
 [Memory]
@@ -20,10 +19,9 @@ memory-gpu: the GPU ran out of memory
     against fragmentation. If only GPU 0 is full: torch.cuda.set_device(LOCAL_RANK).
   trainer: gradient_accumulation_steps, gradient_checkpointing=True, auto_find_batch_size=True
   or_else: A batch of one is too large, too: shard it (FSDP, ZeRO 3), LoRA, a shorter sequence.
-  case hbm|XLA:TPU => A TPU's memory (HBM) is short => More shards, smaller batch or sequence,
-    remat.
+  case hbm|XLA:TPU => A TPU's memory (HBM) is short => More shards, smaller batch, remat.
 
-memory-gpu-weights: the GPU ran out of memory while weights were loaded, moved or saved
+memory-gpu-weights (likely): the GPU ran out of memory while weights were loaded, moved or saved
   /Failed to clone\(\) tensor with name/
   why: Each rank holds, or gathers, all weights of the model, or a second copy of them
   fix: Load on the CPU (map_location='cpu', low_cpu_mem_usage), then shard (FSDP, ZeRO 3) or
@@ -41,7 +39,7 @@ memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
     else; torch.load with map_location='cpu'; leave 1 GB free by a smaller batch.
   or_else: If much is free: a limit of this process (MIG, vGPU, WSL), or the driver.
 
-memory-gpu-others: other processes hold most of this GPU's memory
+memory-gpu-others (likely): other processes hold most of this GPU's memory
   why: They have {others} GiB, and this process {own} GiB: another job or rank, or one left over
   fix: nvidia-smi shows them: end what is left over (kill PID), or choose another GPU with
     CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).
@@ -75,7 +73,7 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
   why: The kernel or the container ran out of memory and killed the worker with SIGKILL
   fix: %HOST%
 
-memory-host: the host refused memory
+memory-host (likely): the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
   /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/
   /Unable to allocate [\d.]+ [KMGT]iB for an array/

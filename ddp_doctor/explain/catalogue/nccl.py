@@ -34,7 +34,7 @@ collective-missing (timeout, accuses named): a rank did not reach a collective
   why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
   fix: Read its log; py-spy dump. No collective under `if rank == 0`; equal numbers of batches.
 
-collective-mismatch (mismatch): the ranks called different collectives
+collective-mismatch (mismatch, likely): the ranks called different collectives
   /Impossible to apply the desired operation due to inadequate shapes/
   /Detected mismatch between collectives on ranks/
   /Mismatch between collective operation types across ranks/
@@ -148,7 +148,7 @@ nccl-ib-memory: InfiniBand could not lock memory
     Slurm: LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK.
   or_else: `ulimit -l` in the job says unlimited: the adapter's own limits, or its driver.
 
-nccl-interface: NCCL found no network interface that it can use
+nccl-interface (likely): NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/
   /NET/Socket : no (?:usable )?interface/
   /NCCL_SOCKET_IFNAME does not match/

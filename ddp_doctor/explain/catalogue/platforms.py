@@ -10,7 +10,7 @@ windows-libuv (accuses nobody): this torch was built without libuv
   why: torch 2.4 and newer want libuv for the store; wheels for Windows had none
   fix: set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.
 
-windows-dll: Windows could not load a DLL of torch or CUDA into a process
+windows-dll (likely): Windows could not load a DLL of torch or CUDA into a process
   /\[WinError (?:126|127|1455)\]/
   /DLL load failed while importing /
   why: 1455: each worker loads torch's DLLs anew, and Windows reserves memory for them. Else the
@@ -24,7 +24,7 @@ windows-hostname (accuses nobody): gloo on Windows took an address that can't be
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
   or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
-openmp-threads: the process could not start a thread
+openmp-threads (likely): the process could not start a thread
   /libgomp: Thread creation failed: /
   /can't start new thread/
   /pthread_create failed/
@@ -40,7 +40,7 @@ macos-mps: the Apple GPU lacks this operation or type
   why: MPS has one GPU, no process group for its tensors, and fewer operators
   fix: PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.
 
-tracker-login: a tracking service refuses this job, or can't be reached
+tracker-login (likely): a tracking service refuses this job, or can't be reached
   /wandb\.errors\.(?:\w+\.)*UsageError: api_key not configured/
   /wandb: ERROR (?i:.*(?:api.key|permission|unauthorized|network|connect|communicat|40[13]))/
   /wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError|Error: Couldn't communicate)/

@@ -16,7 +16,7 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   why: With a GradScaler weights stay float32; autocast makes the copies
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
 
-amp-dtype: a tensor has the wrong type
+amp-dtype (likely): a tensor has the wrong type
   /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
   /mat1 and mat2 must have the same dtype, but got \w+ and /
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
@@ -36,9 +36,7 @@ amp-unsupported: this device or operation does not support the float type that w
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
 
 amp-nan: loss or gradient is NaN or infinite
-  /[Ll]oss is nan/
-  /[Ll]oss is NaN/
-  /[Ll]oss is inf(?:inite|inity)?\b/
+  /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/
   /[Ll]oss became (?:infinite|NaN)/
   /grad_scale is too small/
   /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
@@ -60,9 +58,8 @@ compile-failed (generic): torch.compile could not compile the model
   /BackendCompilerFailed: /
   /AssertionError: expected size \d+==\d+, stride /
   /torch\._dynamo\.config\.suppress_errors = True/
-  /torch\._inductor\.exc\.\w+/
   /DDPOptimizer backend: Found a higher order op in the graph/
-  /torch\._dynamo\.exc\.\w+/
+  /torch\._(?:dynamo|inductor)\.exc\.\w+/
   /Data[- ]dependent (?:branching|control flow|operator)/
   why: It can't trace or compile this code; the lines below the exception's name say why
   fix: Train without torch.compile first; TORCHDYNAMO_VERBOSE=1;
@@ -80,9 +77,8 @@ compile-cache: processes got into each other's way in the cache of compiled kern
 compile-compiler: no compiler that fits torch, or it failed
   /Error building extension '\w+'/
   /Ninja is required to load C\+\+ extensions/
-  /Command '\['ninja'/
   /MissingCUDAException/
-  /CalledProcessError: Command '\['\S*(?:cc|clang|\+\+)'/
+  /CalledProcessError: Command '\['\S*(?:cc|clang|ninja|\+\+)'/
   /InvalidCxxCompiler/
   /No working C\+\+ compiler found/
   /Failed to find C compiler\. Please specify via CC/
@@ -101,8 +97,7 @@ compile-compiler: no compiler that fits torch, or it failed
   case CUDA version|gpu arch => nvcc is not of torch's CUDA => CUDA_HOME=that of torch.version.cuda.
   case working triton|No module named .triton => Triton is missing, or does not fit this torch =>
     pip install triton, as torch's requirements name it (triton-windows); or torch.compile off.
-  case Failed to find C comp|No working|cl is not => No compiler => apt install build-essential;
-    MSVC.
+  case Failed to find C comp|No working|cl is not => No compiler => build-essential of apt; MSVC.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -59,6 +59,7 @@ stop-sigterm (teardown): it was told to stop (SIGTERM)
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
   /Closing process \d+ via signal SIGTERM/
+  /died with <Signals\.SIGTERM/
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks after one failed; with no failure: a scheduler, a person
@@ -114,8 +115,7 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
     --mpi=pmix or pmi2, as MPI was built; or mpirun of the same MPI.
   case not enough slots => The hosts have fewer slots than -np => A smaller -np, or HOST slots=N.
 
-
-launch-command (accuses nobody): the command or a file of it was not found
+launch-command (accuses nobody, likely): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/
   /executable file not found in \$PATH/
   /execve\(\): \S+: No such file/
