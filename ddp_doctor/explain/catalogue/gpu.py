@@ -118,7 +118,7 @@ gpu-none (likely): torch sees no GPU
     the same shell; docker run --gpus all, apptainer --nv, --gres=gpu:N of Slurm.
 
 gpu-ordinal: a rank chose a GPU that does not exist
-  /(?:CUDA error:|Cuda failure \d+) '?invalid device ordinal/
+  /(?:CUDA error:|Cuda failure \d+|error=\d+ :) '?invalid device ordinal/
   /cudaErrorInvalidDevice/
   /You requested gpu: \[.*\]/
   /AssertionError: Invalid device id/
