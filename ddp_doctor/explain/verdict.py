@@ -36,7 +36,7 @@ _SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
 _NEAR, _MOST_NEAR, _AT_END = 60, 3, 12  # lines
-_MILD = re.compile(r"(?i)warn|\binfo\b|\[[IW]\d|: W |not found|using|unknown|finish|succe|step \d|epoch \d")
+_MILD = re.compile(r"(?i)warn|info\b|\[[IW]\d|: W |not found|finish|succeed|step \d|epoch \d")
 
 CERTAIN, LIKELY, UNKNOWN = "certain", "likely", "unknown"
 
