@@ -20,31 +20,26 @@ checkpoint-size (likely): a parameter of the checkpoint has another shape than t
   fix: The arguments of the checkpoint; for a new head drop its names and load with strict=False.
 
 checkpoint-keys (generic): the checkpoint belongs to another model
-  /Error\(s\) in loading state_dict for /
-  /(?:Missing|Unexpected) key\(s\) in state_dict: /
+  /Error\(s\) in loading state_dict for / /(?:Missing|Unexpected) key\(s\) in state_dict: /
   why: Names of parameters in the file and in the model differ
   fix: Compare set(state) and set(model.state_dict()); strict=False only if meant.
 
 checkpoint-weights-only (generic): torch.load refuses what is more than weights, since 2.6
-  /Weights only load failed/
-  /WeightsUnpickler error/
+  /Weights only load failed/ /WeightsUnpickler error/
   why: weights_only=True is the default since torch 2.6; the file has objects that it does not allow
   fix: Save plain dicts, tensors and numbers. A file that you made yourself:
     torch.serialization.add_safe_globals([Class]), or weights_only=False; never for others' files.
 
 checkpoint-device: the checkpoint's tensors go to a device where they can't be used
-  /Attempting to deserialize object on (?:a )?CUDA device/
-  /RNG state must be a torch\.ByteTensor/
+  /Attempting to deserialize object on (?:a )?CUDA device/ /RNG state must be a torch\.ByteTensor/
   why: torch.load puts tensors where they were (another GPU number, or a GPU at all), or
     map_location='cuda' moved the random state, too, which belongs on the CPU
   fix: torch.load(path, map_location='cpu'), then load_state_dict; else all ranks fill GPU 0.
 
 checkpoint-corrupt (likely): a file is incomplete, damaged or of another kind
-  /PytorchStreamReader failed (?:reading|locating|finding)/
-  /failed finding central directory/
+  /PytorchStreamReader failed (?:reading|locating|finding)/ /failed finding central directory/
   /(?:storage has wrong size:|unexpected EOF,) expected \d+ (?:got|more bytes)/
-  /EOFError: Ran out of input/
-  /invalid load key, '(?P<key>[^']*)'/
+  /EOFError: Ran out of input/ /invalid load key, '(?P<key>[^']*)'/
   /Error while deserializing header: (?P<what>\w+)/
   /UnpicklingError: (?:pickle data was truncated|unpickling stack underflow)/
   /WeightsUnpickler error: (?:\w+Error: )?(?:pickle data was truncated|unexpected|Unsupported
@@ -55,8 +50,7 @@ checkpoint-corrupt (likely): a file is incomplete, damaged or of another kind
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
-  /\[Errno 17\] File exists: (?!'\/\w+'$)/
-  /\[Errno 39\] Directory not empty/
+  /\[Errno 17\] File exists: (?!'\/\w+'$)/ /\[Errno 39\] Directory not empty/
   /No such file or directory: '[^']*(?:checkpoint|ckpt|tmp-)[^']*' -> '/
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
@@ -64,22 +58,19 @@ checkpoint-many-writers: several ranks wrote, renamed or removed the same file o
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
 checkpoint-disk-full: a disk or /dev/shm is full, or the quota is used up
-  /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/
-  /Disk quota exceeded/
+  /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/ /Disk quota exceeded/
   why: Nothing more can be written there
   fix: df -h, df -i and quota -s show which; keep fewer checkpoints (ModelCheckpoint(save_top_k=2),
     save_total_limit=2 of Trainer); TMPDIR and HF_HOME on a larger disk.
 
 checkpoint-write-failed (generic): a checkpoint could not be written
-  /unexpected pos \d+ vs \d+/
-  /PytorchStreamWriter failed writing file \S+: file write failed/
+  /unexpected pos \d+ vs \d+/ /PytorchStreamWriter failed writing file \S+: file write failed/
   why: Most often the disk is full, or the quota is used up
   fix: df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.
   or_else: Several ranks write the same file: the call is not under `if rank == 0`.
 
 checkpoint-permission: a path can't be written or read
-  /^(?!.*mkdir -p failed).*\[Errno 13\] Permission denied:/
-  /\[Errno 30\] Read-only file system:/
+  /^(?!.*mkdir -p failed).*\[Errno 13\] Permission denied:/ /\[Errno 30\] Read-only file system:/
   /Parent directory \S+ does not exist/
   why: Rights, a read-only mount, or a folder that is missing on this node
   fix: ls -ld of the folder as the job's user on that node; mkdir -p; another path.
@@ -91,14 +82,11 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
   fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
 
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
-  /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/
-  /CheckpointingException: /
-  /global metadata read failed/
-  /assert metadata is not None/
+  /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/ /CheckpointingException: /
+  /global metadata read failed/ /assert metadata is not None/
   /Missing key in checkpoint state_dict: /
   /used a DP world size of \d+ but the current world size is \d+/
-  /with shape torch\.Size\(\[0\]\) from checkpoint/
-  /Size mismatch between saved torch\.Size/
+  /with shape torch\.Size\(\[0\]\) from checkpoint/ /Size mismatch between saved torch\.Size/
   why: A rank failed while saving, files of a node are not on the shared disk, the model has other
     names, another number of ranks saved it, or one saved its part alone
   fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:

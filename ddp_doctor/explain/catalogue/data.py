@@ -18,8 +18,7 @@ data-worker-timeout (likely): a DataLoader worker did not deliver in time
   fix: multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer timeout=.
 
 data-open-files: too many open files
-  /Too many open files/
-  /received \d+ items of ancdata/
+  /Too many open files/ /received \d+ items of ancdata/
   /unable to open shared memory object <\S+ in read-write mode$/
   /Please increase the limit using `ulimit -n`/
   why: Each batch under way from a worker is an open file, and each that a dataset keeps open
@@ -36,22 +35,19 @@ data-pickle: an object can't be pickled
 data-collate: the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+/
   /each element in list of batch should be of equal size/
-  /Trying to resize storage that is not resizable/
-  /default_collate: batch must contain tensors/
+  /Trying to resize storage that is not resizable/ /default_collate: batch must contain tensors/
   /Unable to create tensor, you should probably activate truncation and/or padding/
   why: default_collate stacks: it needs equal shapes. A sample is an outlier, or texts lack padding
   fix: A collate_fn that pads (rnn.pad_sequence), a transform that resizes all; .convert('RGB').
 
 data-target-range: a label or index is out of range
-  /Target -?\d+ is out of bounds/
-  /IndexError: index out of range in self/
+  /Target -?\d+ is out of bounds/ /IndexError: index out of range in self/
   why: A label outside of the classes, a token id >= the embedding's rows, or a sequence too long
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)); truncation to max_position_embeddings.
 
 data-label-type (generic): the labels have the wrong type for the loss
-  /expected scalar type Long but found \w+/
-  /expected target dtype to be Long/
+  /expected scalar type Long but found \w+/ /expected target dtype to be Long/
   /\"nll_loss\w*\" not implemented for '\w+'/
   /result type Float can't be cast to the desired output type Long/
   /Found dtype Long but expected Float/
@@ -66,18 +62,14 @@ data-target-shape (likely): the labels do not have the shape that the loss needs
   fix: cross_entropy: (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
 
 data-missing-file (generic): a file is not there
-  /No such file or directory:/
-  /unable to open file <.*No such file/
-  /FileNotFoundError: /
+  /No such file or directory:/ /unable to open file <.*No such file/ /FileNotFoundError: /
   /Couldn't find (?:file|a dataset script) at /
   why: The path is not on this node, or another rank has not written it yet, or has removed it
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
 
 data-bad-image (likely): a file of the dataset is broken
-  /cannot identify image file /
-  /LibsndfileError: (?!.*System error)/
-  /image file is truncated/
+  /cannot identify image file / /LibsndfileError: (?!.*System error)/ /image file is truncated/
   /Unable to (?:synchronously )?open (?:file|object).*(?:truncated|signature not found)/
   /Parquet (?:magic bytes not found|file size is)/
   /ArrowInvalid: .*(?:orrupt|runcated|[Uu]nexpected|parse error|schema message|[Nn]ot an? Arrow)/
@@ -93,14 +85,12 @@ data-sampler (accuses nobody): sampler or shuffle was given where the loader tak
 
 data-empty: the dataset or this rank's part of it is empty
   /num_samples should be a positive integer value, but got num_samples=0/
-  /Couldn't find any class folder in/
-  /Found no valid file for the classes/
+  /Couldn't find any class folder in/ /Found no valid file for the classes/
   why: A wrong path, a filter that keeps nothing, or fewer samples than ranks
   fix: print(len(dataset)) on each rank before the loader is made.
 
 data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended all of them
-  /Rank (?P<ranks>\d+) exhausted all inputs/
-  /Detected at least one rank that exhausted inputs/
+  /Rank (?P<ranks>\d+) exhausted all inputs/ /Detected at least one rank that exhausted inputs/
   why: model.join(throw_on_early_termination=True) raises on all ranks once one has no more batches
   fix: DistributedSampler(drop_last=True), or equal parts; or model.join() without that argument.
 
@@ -109,34 +99,25 @@ data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended 
 data-storage: the storage had an error
   /(?:\[Errno 5\]|failed with) Input/output error/
   /\[Errno \d+\] (?:Stale file handle(?!.*triton)|Remote I/O error|Host is down)/
-  /^(?!.*(?:gloo|ocket)).*Transport endpoint is not connected/
-  /nfs: server \S+ not responding/
-  /LustreError: /
-  /blk_update_request: I/O error/
+  /^(?!.*(?:gloo|ocket)).*Transport endpoint is not connected/ /nfs: server \S+ not responding/
+  /LustreError: / /blk_update_request: I/O error/
   why: A disk or a network file system failed or was mounted anew while it was used
   fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads.
   or_else: It is full (df -h, quota -s): some file systems say it like this.
 
 data-lock (likely): a file or database is locked by another process
-  /unable to lock file/
-  /\bLockError\b/
-  /database is locked/
+  /unable to lock file/ /\bLockError\b/ /database is locked/
   /Timeout.*The file lock '[^']+' could not be acquired/
   why: Several ranks or workers open it for writing, or the file system has no locks
   fix: Open it read-only, in each worker itself: h5py HDF5_USE_FILE_LOCKING=FALSE with mode 'r',
     lmdb.open(..., readonly=True, lock=False); rank 0 writes, then barrier; remove old .lock files.
 
 data-hub (likely): a server (a hub, a storage) refused, or could not be reached
-  /We couldn't connect to '[^']+'/
-  /outgoing traffic has been disabled/
-  /LocalEntryNotFoundError/
-  /OfflineModeIsEnabled/
-  /HTTP Error \d+: /
+  /We couldn't connect to '[^']+'/ /outgoing traffic has been disabled/ /LocalEntryNotFoundError/
+  /OfflineModeIsEnabled/ /HTTP Error \d+: /
   /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
-  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/
-  /urlopen error/
-  /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
-  /GatedRepoError/
+  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/ /urlopen error/
+  /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/ /GatedRepoError/
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.

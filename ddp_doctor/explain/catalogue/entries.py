@@ -2,7 +2,7 @@ r"""The form in which the causes stand in the modules beside this one.
 
     [family]
     code (timeout, generic, accuses nobody): title
-      /a regular expression, made from the format string of the library/
+      /a regular expression, made from the format string of the library/ /another one/
       why: the cause; {name} stands for a named group of the expression
       fix: what to do in plain torch
       lightning: what to do there instead
@@ -54,7 +54,7 @@ def _read_cause(head: str, parts: list[str]) -> Cause:
     return Cause(
         code=match["code"],
         title=match["title"],
-        phrases=tuple(part[1:-1] for part in parts if part.startswith("/")),
+        phrases=tuple(p for part in parts if part[0] == "/" for p in part[1:-1].split("/ /")),
         tier=next((_TIERS[mark] for mark in marks & _TIERS.keys()), Tier.EXCEPTION),
         blame=next((_BLAMES[mark] for mark in marks & _BLAMES.keys()), None),
         is_generic="generic" in marks,

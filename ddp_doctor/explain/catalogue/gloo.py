@@ -6,27 +6,19 @@ _TEXT = r"""
 [gloo and connections]
 
 lost-peer (lost): the connection to another rank was lost
-  /Connection (?:reset|closed) by peer/
-  /Broken pipe/
+  /Connection (?:reset|closed) by peer/ /Broken pipe/
   /(?:recvValue|sendBytes|recvBytes|recvVector) failed on SocketImpl/
-  /[Ff]ailed to recv, got 0 bytes/
-  /Application timeout caused pair closure/
-  /Failed to check the \"should dump\" flag on TCPStore/
-  /[Cc]onnection was likely closed/
-  /DDP-G04\]/
-  /Failed to meet rendezvous/
-  /Horovod has been shut down/
+  /[Ff]ailed to recv, got 0 bytes/ /Application timeout caused pair closure/
+  /Failed to check the \"should dump\" flag on TCPStore/ /[Cc]onnection was likely closed/
+  /DDP-G04\]/ /Failed to meet rendezvous/ /Horovod has been shut down/
   /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
   why: The rank at the other end ended, so this is a consequence: its log has the cause
   fix: Find the rank that ended first: torchrun --log-dir logs --tee 3. If it says nothing: killed.
 
 gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
-  /Timed out waiting \d+ms for (?:recv|send) operation to complete/
-  /Operation timed out!/
-  /wait timeout after \d+ms, keys: (?!\/default_pg\/0\/\/cpu\/\/0\/)/
-  /Socket Timeout/
-  /waitForInput: .*timed out after \d+ms/
-  /Stop_waiting response is expected/
+  /Timed out waiting \d+ms for (?:recv|send) operation to complete/ /Operation timed out!/
+  /wait timeout after \d+ms, keys: (?!\/default_pg\/0\/\/cpu\/\/0\/)/ /Socket Timeout/
+  /waitForInput: .*timed out after \d+ms/ /Stop_waiting response is expected/
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
@@ -39,17 +31,14 @@ gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
 
 gloo-connect (timeout): gloo could not connect all ranks
   /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/
-  /Gloo connectFullMesh failed with /
-  /timed out connecting: /
-  /SO_ERROR: Connection refused/
+  /Gloo connectFullMesh failed with / /timed out connecting: / /SO_ERROR: Connection refused/
   /connect \[[^\]]+\](?::\d+)?: (?:Connection refused|No route to host|Connection timed out)/
   why: gloo announces the address of the host's own name. If /etc/hosts maps it to 127.0.1.1, or it
     belongs to another network, the others can't connect; or a rank ended
   fix: GLOO_SOCKET_IFNAME=eth0 (the cluster's) on all nodes; the node's real address in /etc/hosts.
 
 gloo-interface (accuses nobody): gloo found no network interface that it can use
-  /Unable to find (?:address for:|interface) /
-  /interface or hostname can't be empty/
+  /Unable to find (?:address for:|interface) / /interface or hostname can't be empty/
   /[Uu]nable to resolve hostname to a \(local\) address/
   /makeDeviceFor(?:Hostname|Interface)\(\): unsupported gloo device/
   why: GLOO_SOCKET_IFNAME names an interface that this node lacks, or its host name has no address
@@ -57,18 +46,15 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
   or_else: On Windows: gloo of this build of torch does not work there; take another.
 
 gloo-unsupported (accuses nobody): gloo can't do this operation or type
-  /Invalid scalar type/
-  /ProcessGroupGloo .*(?:not support|does not support)/
+  /Invalid scalar type/ /ProcessGroupGloo .*(?:not support|does not support)/
   /Backend gloo does not (?:support|implement)/
   /does not support (?:reduce_scatter|alltoall\w*|_reduce_scatter_base)/
-  /argument \w+ not supported for the selected backend gloo/
-  /Cannot use ReduceOp\.\w+ with Gloo/
+  /argument \w+ not supported for the selected backend gloo/ /Cannot use ReduceOp\.\w+ with Gloo/
   why: gloo has fewer operations and types than NCCL: no AVG, in some no bool
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
 
 group-shapes (likely): the tensors of a collective do not fit
-  /Split sizes doesn't match total dim 0 size/
-  /Tensors must be contiguous/
+  /Split sizes doesn't match total dim 0 size/ /Tensors must be contiguous/
   /Invalid function argument\. Expected parameter `\w+`/
   /(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) .*world[_ ]size/
   /output tensor must have the same type as input tensor/
@@ -77,8 +63,7 @@ group-shapes (likely): the tensors of a collective do not fit
   fix: .contiguous(); one output per rank; world_size * input size for gather.
 
 group-rank (likely): a collective was given a rank that is not in its group
-  /(?:Group rank|Global rank) \d+ is not part of group/
-  /invalid root rank: -?\d+/
+  /(?:Group rank|Global rank) \d+ is not part of group/ /invalid root rank: -?\d+/
   /The given group does not exist/
   why: src, dst or root is a global rank; or new_group was called by some ranks only
   fix: All ranks call new_group, also those outside it, in one order; src is global (or group_src=).

@@ -11,23 +11,19 @@ _TEXT = r"""
 
 gpu-fell-off (hardware): a GPU fell off the bus
   /GPU has fallen off the bus/
-  /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
-  /GPU is lost(?:\.|$)/
+  /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/ /GPU is lost(?:\.|$)/
   why: The driver lost the GPU on PCIe (Xid 79): power, heat, a bad slot or a dying card
   fix: %DRAIN%
 
 gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
-  /Xid \([^)]*\): ?(?:48|63|64|94|95|140)\b/
-  /uncorrectable ECC error encountered/
+  /Xid \([^)]*\): ?(?:48|63|64|94|95|140)\b/ /uncorrectable ECC error encountered/
   why: Memory of the GPU is damaged; a row must be remapped, which needs a reset
   fix: %DRAIN%
 
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
-  /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/
-  /SXid \([^)]*\)(?!.*Non-fatal)/
+  /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/ /SXid \([^)]*\)(?!.*Non-fatal)/
   /(?:an|uncorrectable) NVLink error/
-  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/
-  /EDAC .* UE /
+  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/ /EDAC .* UE /
   /mce: .*(?:[Ff]atal|[Uu]ncorrect|Machine Check.* Bank \d+: [abef])/
   /\[Hardware Error\]: .*(?:[Ff]atal|[Uu]ncorrect)/
   why: The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch link, of
@@ -35,25 +31,20 @@ gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself fa
   fix: %DRAIN% GSP: a newer driver, or NVreg_EnableGpuFirmware=0.
 
 gpu-xid-program (generic): a kernel of the program made the GPU fault
-  /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/
-  /NVRM: Xid \([^)]*\): ?\d+/
+  /Xid \([^)]*\): ?(?:13|31|43|45|68|69)\b/ /NVRM: Xid \([^)]*\): ?\d+/
   why: Mostly the program: an address out of range, or a process that ended with kernels under way
   fix: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer finds it. If other programs fail, too: %DRAIN%
 
 gpu-hang (generic): the GPU hung, and its driver reset it
-  /HW Exception by GPU node-\d+ .*Hang/
-  /Xid \([^)]*\): ?(?:8|109)\b/
-  /amdgpu.* ring \S+ timeout/
+  /HW Exception by GPU node-\d+ .*Hang/ /Xid \([^)]*\): ?(?:8|109)\b/ /amdgpu.* ring \S+ timeout/
   /the launch timed out and was terminated/
   why: A kernel did not end, or the GPU's own processor did not answer: the program (a loop without
     end, an extension), the driver's or the GPU's firmware, or heat and power
   fix: A newer driver and firmware; extensions off. If other programs hang on it, too: %DRAIN%
 
 gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
-  /(?:Error 802|CUDA error): system not yet initialized/
-  /cudaErrorSystemNotReady/
-  /Failed to bind NVLink SHARP \(NVLS\) Multicast memory/
-  /transport/nvls\.cc:\d+ NCCL WARN/
+  /(?:Error 802|CUDA error): system not yet initialized/ /cudaErrorSystemNotReady/
+  /Failed to bind NVLink SHARP \(NVLS\) Multicast memory/ /transport/nvls\.cc:\d+ NCCL WARN/
   /NVLS.*(?:Cuda failure|not supported|failed)/
   why: On NVSwitch machines nvidia-fabricmanager must run, in the driver's version; without it the
     GPUs are not initialized (CUDA error 802), or have no multicast memory (NVLS)
@@ -61,18 +52,15 @@ gpu-fabric-manager (hardware): the fabric manager of NVSwitch is not ready
   or_else: Only NVLS fails: NCCL_NVLS_ENABLE=0 as a workaround.
 
 gpu-assert: a CUDA kernel's check failed, most often of an index (device-side assert)
-  /device-side assert triggered/
-  /thread: \[\d+,\d+,\d+\] Assertion `[^`]+` failed/
+  /device-side assert triggered/ /thread: \[\d+,\d+,\d+\] Assertion `[^`]+` failed/
   why: Most often a label >= the number of classes or below 0, or a token id >= the vocabulary; BCE:
     a value outside of 0 to 1; multinomial: NaN. The line of Python is a later one
   fix: Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the tokenizer's
     length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
 
 gpu-illegal-access: a GPU kernel used an illegal address
-  /an illegal memory access was encountered/
-  /CUDA error: misaligned address/
-  /an illegal instruction was encountered/
-  /Memory access fault by GPU node-\d+/
+  /an illegal memory access was encountered/ /CUDA error: misaligned address/
+  /an illegal instruction was encountered/ /Memory access fault by GPU node-\d+/
   /borting with error ?: HSA_STATUS_ERROR_(?:EXCEPTION|ILLEGAL_INSTRUCTION|INVALID_ISA|MEMORY_\w+)/
   why: A custom kernel, a wrong index, a kernel of another architecture, or a bug; later calls fail
   fix: CUDA_LAUNCH_BLOCKING=1 (AMD: AMD_SERIALIZE_KERNEL=3) for the right line; compute-sanitizer
@@ -88,25 +76,18 @@ gpu-cublas (generic): cuBLAS failed
     kernel failed => A smaller batch; nvidia-smi shows who uses this GPU; set_device(LOCAL_RANK).
 
 gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
-  /cuDNN error: CUDNN_STATUS_\w+/
-  /Unable to find a valid cuDNN algorithm/
-  /(?:GET|FIND) was unable to find an engine/
-  /miopen(?:Status\w+|::Exception)/
-  /MIOpen Error: /
+  /cuDNN error: CUDNN_STATUS_\w+/ /Unable to find a valid cuDNN algorithm/
+  /(?:GET|FIND) was unable to find an engine/ /miopen(?:Status\w+|::Exception)/ /MIOpen Error: /
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
   case MIOpen => MIOpen found no kernel, or can't read or write its database, which ranks share =>
     MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; the ROCm of torch.
 
 gpu-none (likely): torch sees no GPU
-  /ValueError: Cuda is not available\./
-  /No CUDA GPUs are available/
-  /CUDA driver initialization failed/
-  /Cannot access accelerator device when none is available/
-  /no CUDA-capable device is detected/
-  /Found no NVIDIA driver on your system/
-  /Torch not compiled with CUDA enabled/
-  /No supported gpu backend found!/
+  /ValueError: Cuda is not available\./ /No CUDA GPUs are available/
+  /CUDA driver initialization failed/ /Cannot access accelerator device when none is available/
+  /no CUDA-capable device is detected/ /Found no NVIDIA driver on your system/
+  /Torch not compiled with CUDA enabled/ /No supported gpu backend found!/
   /your machine only has: \[\]/
   /CUDA unknown error - this may be due to an incorrectly set up environment/
   why: A build of torch without CUDA, no driver (or one in a bad state), no GPU given to this job or
@@ -118,11 +99,8 @@ gpu-none (likely): torch sees no GPU
     the same shell; docker run --gpus all, apptainer --nv, --gres=gpu:N of Slurm.
 
 gpu-ordinal: a rank chose a GPU that does not exist
-  /(?:CUDA error:|Cuda failure \d+|error=\d+ :) '?invalid device ordinal/
-  /cudaErrorInvalidDevice/
-  /You requested gpu: \[.*\]/
-  /AssertionError: Invalid device id/
-  /your machine only has: \[\d/
+  /(?:CUDA error:|Cuda failure \d+|error=\d+ :) '?invalid device ordinal/ /cudaErrorInvalidDevice/
+  /You requested gpu: \[.*\]/ /AssertionError: Invalid device id/ /your machine only has: \[\d/
   why: More ranks than GPUs here, cuda:RANK on several nodes, or CUDA_VISIBLE_DEVICES hides GPUs
   fix: cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no
     --gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then. MIG: a process sees one slice only.
@@ -140,8 +118,7 @@ gpu-driver-old: the driver does not fit torch's CUDA: mostly too old
 
 gpu-arch: torch or an extension has no kernels for this GPU
   /no kernel image is available for execution on the device/
-  /is not compatible with the current PyTorch installation/
-  /CUDA error: invalid device function/
+  /is not compatible with the current PyTorch installation/ /CUDA error: invalid device function/
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
@@ -160,8 +137,7 @@ gpu-fork: CUDA was used in a forked process
   fix: Dataset on the CPU; no CUDA before the fork; multiprocessing_context='spawn', or torchrun.
 
 gpu-cuda-error (generic): a CUDA call failed
-  /CUDA error: [a-zA-Z][^\n]+/
-  /CUDA driver error: [a-zA-Z]/
+  /CUDA error: [a-zA-Z][^\n]+/ /CUDA driver error: [a-zA-Z]/
   why: It is told at a later call: the line that is named may be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
   case error: initialization error => CUDA was used before this process was forked, or the driver is
@@ -184,12 +160,8 @@ accelerator-no-backend: the process group has no backend for tensors of this dev
     'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.
 
 accelerator-collectives (generic): the device's own library of collectives failed
-  /oneCCL: /
-  /\|CCL_ERROR\| /
-  /HCCL (?:function )?error in/
-  /EJ000[13]\b/
-  /\w+ isn't implemented on backend \[\w+\]/
-  /what\(\): +Collective call returned error/
+  /oneCCL: / /\|CCL_ERROR\| / /HCCL (?:function )?error in/ /EJ000[13]\b/
+  /\w+ isn't implemented on backend \[\w+\]/ /what\(\): +Collective call returned error/
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does
     not fit torch, it finds no network, or an earlier job's processes hold the devices
   fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
@@ -199,11 +171,8 @@ accelerator-collectives (generic): the device's own library of collectives faile
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
 
 accelerator-timeout (timeout): work of an NPU, as a collective, did not finish in time
-  /execute failed, reason=\[(?:\w+ )*timeout\]/
-  /EI000[26]: /
-  /error code is 507046/
-  /Hccl\w+, error code is/
-  /hccl fftsplus task timeout/
+  /execute failed, reason=\[(?:\w+ )*timeout\]/ /EI000[26]: / /error code is 507046/
+  /Hccl\w+, error code is/ /hccl fftsplus task timeout/
   why: The rank that prints it waits for another one, which failed before, hangs, or is slow
   fix: Read the other ranks' logs first (plog in ~/ascend/log); if one is slow: HCCL_EXEC_TIMEOUT.
   case EI0006|socket times? ?out => The ranks could not connect: one did not come so far, or no
@@ -211,18 +180,15 @@ accelerator-timeout (timeout): work of an NPU, as a collective, did not finish i
 
 jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is missing
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
-  /Barrier timed out\. (?:Barrier_i|I)d: /
-  /JAX distributed service detected fatal errors/
-  /Coordination service agent in error status: /
-  /WatchTasksAsync failed for task \d/
+  /Barrier timed out\. (?:Barrier_i|I)d: / /JAX distributed service detected fatal errors/
+  /Coordination service agent in error status: / /WatchTasksAsync failed for task \d/
   /Stopping coordination service as cluster registration failed/
   why: A process crashed, was preempted, or never came: `Timed out task names` lists those missing
   fix: Read its own log first. jax.distributed.initialize: as many processes as num_processes, each
     with its process_id, and never in a process that a data loader starts.
 
 killed-sigfpe (generic): a process ended by an arithmetic exception in native code (SIGFPE)
-  /Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)/
-  /Fatal Python error: Floating point exception/
+  /Signal 8 \(SIGFPE\) received by PID (?P<pid>\d+)/ /Fatal Python error: Floating point exception/
   /Floating point exception(?: +\(core dumped\)|$)/
   /(?:terminated with signal |died with <Signals\.|\*\*\* )SIGFPE/
   why: An integer division by zero: cuBLAS before 12.4.5.8 on H20, or an extension on empty tensors

@@ -21,8 +21,7 @@ graph-unused (accuses speaker): parameters of the model got no gradient in the l
 
 graph-static-changed: the graph changed although static_graph=True promises that it does not
   /This error indicates that your training graph has changed in this iteration/
-  /not compatible with static_graph set to True/
-  /static graph training has unused parameters/
+  /not compatible with static_graph set to True/ /static graph training has unused parameters/
   why: With static_graph each step must use the same parameters the same number of times
   fix: Remove static_graph=True; find_unused_parameters=True if some are unused in some steps.
 
@@ -112,8 +111,7 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
 
 graph-meta (generic): weights have no data: they are on the meta device, or sharded
-  /Cannot copy out of meta tensor; no data/
-  /but its data is not allocated yet/
+  /Cannot copy out of meta tensor; no data/ /but its data is not allocated yet/
   why: The model was built without memory (low_cpu_mem_usage, device_map, init_empty_weights), or
     its weights belong to ZeRO 3 or FSDP and were not gathered
   fix: Load the weights before .to(device) or DDP(model), with no device_map; model.to_empty(device)
@@ -124,8 +122,7 @@ graph-shapes (generic): the shapes of two tensors do not fit
   /The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)/
   /Given groups=\d+, weight of size .* expected input.* to have \d+ channels/
   /shape '\[.*\]' is invalid for input of size \d+/
-  /Sizes of tensors must match except in dimension/
-  /Gather got an input of invalid size/
+  /Sizes of tensors must match except in dimension/ /Gather got an input of invalid size/
   /The expanded size of the tensor \(\d+\) must match the existing size/
   /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
@@ -134,8 +131,7 @@ graph-shapes (generic): the shapes of two tensors do not fit
   fix: Print the shapes before the line that is named; the last batch may be smaller (drop_last).
 
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
-  /Must flatten tensors with uniform dtype but got/
-  /Cannot flatten integer dtype tensors/
+  /Must flatten tensors with uniform dtype but got/ /Cannot flatten integer dtype tensors/
   /Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`/
   /`FlatParameter` requires uniform `requires_grad`/
   why: FSDP joins the parameters of a unit to one: of one dtype, all with gradients or none
@@ -152,12 +148,9 @@ fsdp-whole-weights: whole weights were copied into a sharded model
     in deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0).
 
 fsdp-past-wrapper: sharded weights were used past their FSDP unit
-  /got mixed torch\.Tensor and DTensor/
-  /'weight' must be 2-D/
-  /weight should have at least three dimensions/
-  /mat2 must be a matrix, got 1-D tensor/
-  /are out of bounds for storage of size 0/
-  /does not have a sharding strategy registered/
+  /got mixed torch\.Tensor and DTensor/ /'weight' must be 2-D/
+  /weight should have at least three dimensions/ /mat2 must be a matrix, got 1-D tensor/
+  /are out of bounds for storage of size 0/ /does not have a sharding strategy registered/
   why: A submodule was called directly, or another method than forward, so that FSDP did not gather
     its weights; or weights are shared with a module in another unit
   fix: Call the outermost wrapped module's forward; register_fsdp_forward_method for another method

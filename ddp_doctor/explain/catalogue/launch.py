@@ -6,16 +6,14 @@ _TEXT = r"""
 [Launch and rendezvous]
 
 launch-environment (accuses nobody): the variables of a launcher are missing
-  /environment variable \w+ expected, but not set/
-  /(?:rank|world size) parameter missing/
+  /environment variable \w+ expected, but not set/ /(?:rank|world size) parameter missing/
   /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
 
 launch-port (accuses nobody, likely): a port is taken
-  /EADDRINUSE/
-  /^(?!.*gloo).*[Aa]ddress already in use/
+  /EADDRINUSE/ /^(?!.*gloo).*[Aa]ddress already in use/
   why: Another job on this node, or a process left over, listens there; or each rank starts a server
   fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
     names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
@@ -27,13 +25,9 @@ launch-port-refused (generic, accuses nobody): the port of the rendezvous can't 
 
 launch-client-timeout (timeout): the address of another process could not be reached
   /The client socket has (?:timed out|failed to connect to any network address)/
-  /connect\(\) timed out\. Original timeout/
-  /Ping failed, invalid value returned from server/
+  /connect\(\) timed out\. Original timeout/ /Ping failed, invalid value returned from server/
   /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
-  /failed to connect to [\w.-]+:\d+/
-  /No route to host/
-  /Network is unreachable/
-  /errno: 113\b/
+  /failed to connect to [\w.-]+:\d+/ /No route to host/ /Network is unreachable/ /errno: 113\b/
   why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
@@ -46,8 +40,7 @@ launch-ranks-missing (timeout): not all ranks joined the rendezvous
   /Timed out after \d+ seconds waiting for clients\.(?: (?P<here>\d+)/(?P<all>\d+) clients joined)?/
   /Timed out initializing process group in store based barrier on rank:
     \d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)/
-  /RuntimeError: Wait timeout/
-  /wait timeout after \d+ms, keys: \/default_pg\/0\/\/cpu\/\/0\//
+  /RuntimeError: Wait timeout/ /wait timeout after \d+ms, keys: \/default_pg\/0\/\/cpu\/\/0\//
   why: Some ranks ended before, were started late, or never; or world_size is more than there are
   fix: Look for the ranks without this message: their logs have the cause. Check --nnodes and
     --nproc_per_node on each node; Slurm: srun --ntasks (SLURM_NTASKS) is the world size.
@@ -59,8 +52,7 @@ launch-ranks-too-many (timeout): more processes joined than there are ranks
     FileStore; srun: one task per node for torchrun or mp.spawn, one per GPU without them.
 
 launch-rendezvous (timeout): torchrun's rendezvous failed
-  /Rendezvous(?:Timeout|Connection|Closed|State)Error/
-  /The connection to the C10d store has failed/
+  /Rendezvous(?:Timeout|Connection|Closed|State)Error/ /The connection to the C10d store has failed/
   why: Fewer nodes than --nnodes came in time, a wrong endpoint, or the --rdzv_id of an ended job;
     closed, or lost amid the training: another node ended first, and its log has the cause
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
@@ -72,8 +64,7 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
 launch-name (accuses nobody, likely): a host name can't be resolved
   /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
   /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/
-  /^(?!.*ssh: ).*nodename nor servname provided, or not known/
-  /getaddrinfo failed/
+  /^(?!.*ssh: ).*nodename nor servname provided, or not known/ /getaddrinfo failed/
   /nslookup: can't resolve/
   why: DNS or /etc/hosts of this node lacks it: MASTER_ADDR, the endpoint, or a download's server
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
@@ -81,10 +72,8 @@ launch-name (accuses nobody, likely): a host name can't be resolved
 
 launch-ssh (accuses nobody): a host could not be reached by ssh
   /ssh: (?:Could not resolve hostname|connect to host) (?!git|\S*(?:hub|lab)\.com)/
-  /Command '\[?'?ssh\b.* returned non-zero exit status 255/
-  /ssh exited with exit code 255/
-  /Host key verification failed/
-  /Permission denied \(publickey/
+  /Command '\[?'?ssh\b.* returned non-zero exit status 255/ /ssh exited with exit code 255/
+  /Host key verification failed/ /Permission denied \(publickey/
   why: deepspeed, mpirun and others start processes by ssh: a line of the host file names no host,
     or is empty (ssh takes the command for the name), there is no key, or sshd has another port
   fix: `ssh HOST hostname` must work without a password from the first node, for each line of the
@@ -99,8 +88,7 @@ launch-no-group (accuses nobody): the process group was used before it was made
     BatchNorm for SyncBatchNorm, and collectives only if dist.is_initialized().
 
 launch-init-method (accuses nobody): the init_method of the process group is no address
-  /No rendezvous handler for \S*:/
-  /assert result\.hostname is not None/
+  /No rendezvous handler for \S*:/ /assert result\.hostname is not None/
   why: Known are env://, tcp://HOST:PORT and file:///PATH, with a host, or three slashes
   fix: init_process_group(backend) alone, which is env://, started by torchrun.
 
@@ -111,20 +99,14 @@ launch-spawn-guard (accuses nobody): a process was started amid an import
   fix: if __name__ == '__main__': main() at the end of the script.
 
 launch-torch-version: the code is for another version of torch
-  /No module named 'torch\.(?:_six|utils\.ffi)'/
-  /cannot import name '\w+' from 'torch[.']/
+  /No module named 'torch\.(?:_six|utils\.ffi)'/ /cannot import name '\w+' from 'torch[.']/
   why: What it imports was removed from torch, or came to it later
   fix: The version of torch that the code's requirements name; or newer code.
 
 launch-import: a package is missing or does not fit
-  /ModuleNotFoundError: No module named '[^']+'/
-  /python[\d.]*: No module named /
-  /ImportError: /
-  /operator torchvision::nms does not exist/
-  /undefined symbol: /
-  /cuDNN version incompatibility/
-  /implementation for device cuda:\d+ not found/
-  /version `GLIBC\w*_[\d.]+' not found/
+  /ModuleNotFoundError: No module named '[^']+'/ /python[\d.]*: No module named / /ImportError: /
+  /operator torchvision::nms does not exist/ /undefined symbol: / /cuDNN version incompatibility/
+  /implementation for device cuda:\d+ not found/ /version `GLIBC\w*_[\d.]+' not found/
   why: This Python has other packages than where it worked, or other versions
   fix: One environment on all nodes (pip list); its torchrun: python -m torch.distributed.run.
   case cuDNN version|undefined symbol: (?:nccl|cudnn|cublas|nv)\w* => Another version of it comes
@@ -158,11 +140,9 @@ launch-parallel-sizes (accuses nobody): the ranks can't be divided into the grou
   fix: Change one of them, or the number of ranks.
 
 launch-rank-range (accuses nobody, likely): rank and world size contradict each other
-  /more than one node have assigned same rank/
-  /rank \d+ of \d+ ranks has already checked in/
+  /more than one node have assigned same rank/ /rank \d+ of \d+ ranks has already checked in/
   /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
-  /[Ii]nvalid rank \d+, rank should be in the interval/
-  /Invalid rank requested : \d+\/\d+/
+  /[Ii]nvalid rank \d+, rank should be in the interval/ /Invalid rank requested : \d+\/\d+/
   /world_size \(\d+\) (?:is not equal to|does not match)/
   why: RANK and WORLD_SIZE were set by hand, two share a rank, or the sampler differs
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
@@ -185,8 +165,7 @@ launch-arguments (generic, accuses nobody): the script refuses the arguments of 
 launch-devices (accuses nobody): the number of processes is not what the program was told
   /You set `devices=[^`]+` in Lightning, but the number of tasks per node/
   /You set `num_nodes=[^`]+` in Lightning, but the number of nodes/
-  /You set `--ntasks=\d+` in your SLURM bash script/
-  /num_processes \(\d+\) .*does not match/
+  /You set `--ntasks=\d+` in your SLURM bash script/ /num_processes \(\d+\) .*does not match/
   why: Each process asks for other devices or nodes than the launcher started processes for
   fix: --ntasks-per-node and --nproc_per_node equal the program's devices; --nodes its num_nodes.
 
@@ -207,25 +186,17 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
     restart the kernel and touch CUDA inside of the started function only.
 
 launch-config (accuses nobody): settings were refused: a key or a value is wrong
-  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
-  /Could not override '[^']+'/
-  /Key '[^']+' is not in struct/
-  /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/
-  /TOMLDecodeError: /
+  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/ /Could not override '[^']+'/
+  /Key '[^']+' is not in struct/ /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/ /TOMLDecodeError: /
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key that this version lacks: the lines below name it
   fix: Correct what is named; hydra: +key=value adds a key; HYDRA_FULL_ERROR=1 shows the stack.
 
 launch-container (generic, accuses nobody): the container did not start, or has no GPU
-  /ErrImagePull/
-  /ImagePullBackOff/
-  /Back-off pulling image/
-  /could not select device driver .* with capabilities/
-  /nvidia-container-cli: /
-  /OCI runtime (?:create|exec) failed: /
-  /pyxis: container start failed/
-  /(?:Create|Run)Container(?:Config)?Error/
-  /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
+  /ErrImagePull/ /ImagePullBackOff/ /Back-off pulling image/
+  /could not select device driver .* with capabilities/ /nvidia-container-cli: /
+  /OCI runtime (?:create|exec) failed: / /pyxis: container start failed/
+  /(?:Create|Run)Container(?:Config)?Error/ /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
   fix: Read the lines below the message; check the mounts, and what the node has of them.
   case ImagePull|ErrImage|pulling image|manifest => The image could not be fetched => Its name and
@@ -234,17 +205,14 @@ launch-container (generic, accuses nobody): the container did not start, or has 
     nvidia-container-toolkit; restart docker; Kubernetes: device plugin and resources.limits.
 
 launch-pod-pending (generic, accuses nobody): no node for a process, so it waits
-  /\d+/\d+ nodes are available: (?P<what>.+)/
-  /No available node types can fulfill (?P<what>.+)/
+  /\d+/\d+ nodes are available: (?P<what>.+)/ /No available node types can fulfill (?P<what>.+)/
   /FailedScheduling .*pod group is not ready, (?P<what>.+)/
   why: {what}
   fix: Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling (Kueue,
     Volcano), so that all pods of a job start or none; a longer rendezvous timeout.
 
 launch-pod-crash (teardown, generic): a pod ends again and again
-  /CrashLoopBackOff/
-  /Back-off restarting failed container/
-  /BackoffLimitExceeded/
+  /CrashLoopBackOff/ /Back-off restarting failed container/ /BackoffLimitExceeded/
   why: Its container exits with an error, and Kubernetes starts it anew
   fix: kubectl logs POD --previous, and explain that.
 

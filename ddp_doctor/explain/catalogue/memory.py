@@ -29,10 +29,8 @@ memory-gpu-weights (likely): the GPU ran out of memory while weights were loaded
     the CPU: StateDictOptions(full_state_dict=True, cpu_offload=True). Look at what was being saved.
 
 memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
-  /CUDA error: out of memory/
-  /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
-  /HSA_STATUS_ERROR_OUT_OF_RESOURCES/
-  /(?:Triton Error \[CUDA\]: |driver error:)out of memory/
+  /CUDA error: out of memory/ /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
+  /HSA_STATUS_ERROR_OUT_OF_RESOURCES/ /(?:Triton Error \[CUDA\]: |driver error:)out of memory/
   why: Torch's allocator may hold all that is left, so that CUDA or NCCL get none; or other
     processes fill the GPU: one left over, or ranks that all use GPU 0
   fix: nvidia-smi (rocm-smi --showpids) lists them; torch.cuda.set_device(LOCAL_RANK) before all
@@ -45,26 +43,20 @@ memory-gpu-others (likely): other processes hold most of this GPU's memory
     CUDA_VISIBLE_DEVICES. If they are ranks of this job: torch.cuda.set_device(LOCAL_RANK).
 
 memory-kernel-oom (killed): the kernel killed a process: out of memory
-  /[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)/
-  /oom-kill:constraint=/
-  /invoked oom-killer/
+  /[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)/ /oom-kill:constraint=/ /invoked oom-killer/
   /oom_reaper: reaped process (?P<pid>\d+)/
   why: Host memory was full; the kernel sent SIGKILL to the largest process, which logged nothing
   fix: %HOST%
 
 memory-slurm-oom (killed): the scheduler killed processes for memory
-  /Detected \d+ oom[-_]kill event/
-  /Exceeded (?:job|step) memory limit/
-  /task [\d,-]+: Out Of Memory/
-  /TERM_MEMLIMIT/
-  /PBS: job killed: v?mem /
+  /Detected \d+ oom[-_]kill event/ /Exceeded (?:job|step) memory limit/
+  /task [\d,-]+: Out Of Memory/ /TERM_MEMLIMIT/ /PBS: job killed: v?mem /
   /memory usage exceeded request_memory/
   why: The processes of this node used more memory than the job asked for
   fix: sbatch --mem=0 (all of the node) or a larger --mem; bsub -M, qsub -l mem=. %HOST%
 
 memory-pod-oom (killed): the container was killed for memory (OOMKilled)
-  /OOMKilled/
-  /[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit/
+  /OOMKilled/ /[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit/
   why: All processes of the pod together used more than resources.limits.memory
   fix: Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, too. %HOST%
 
@@ -76,8 +68,7 @@ memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, 
 memory-host (likely): the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
   /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/
-  /Unable to allocate [\d.]+ [KMGT]iB for an array/
-  /std::bad_alloc/
+  /Unable to allocate [\d.]+ [KMGT]iB for an array/ /std::bad_alloc/
   /\bMemoryError(?::|$| in DataLoader)/
   why: The process asked for more than there is, or than ulimit -v, the container or, for very many
     small files, vm.max_map_count allows; a size beyond all reason: a wrong shape, a damaged file
@@ -85,8 +76,7 @@ memory-host (likely): the host refused memory
 
 memory-shm: shared memory (/dev/shm) is full
   /unable to allocate shared memory\(shm\) for file/
-  /unable to open shared memory object .*No space/
-  /unable to write to file <\/?torch_/
+  /unable to open shared memory object .*No space/ /unable to write to file <\/?torch_/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
   /unable to mmap \d+ bytes from file <\/?torch_[^>]*>(?!.*Cannot allocate)/
   /[Uu]nexpected bus error encountered in worker/
@@ -95,51 +85,39 @@ memory-shm: shared memory (/dev/shm) is full
     fewer workers; torch.multiprocessing.set_sharing_strategy('file_system').
 
 killed-sigkill (generic): a process was killed with SIGKILL
-  /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/
-  /died with <Signals\.SIGKILL: 9>/
-  /line \d+: +\d+ Killed\b/
-  /^Killed$/
-  /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
-  /exit (?:code|status):? *137\b/
-  /returned non-zero exit status -9\b/
+  /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/ /died with <Signals\.SIGKILL: 9>/
+  /line \d+: +\d+ Killed\b/ /^Killed$/ /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
+  /exit (?:code|status):? *137\b/ /returned non-zero exit status -9\b/
   why: Nothing in the process can log that. Mostly memory was short; else the scheduler, or a person
   fix: If it was memory: %HOST%
   or_else: Memory: dmesg -T names the pid. Scheduler: TIMEOUT or PREEMPTED in sacct. Else: a person.
 
 killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)
-  /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/
-  /Fatal Python error: Segmentation fault/
-  /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/
-  /died with <Signals\.SIGSEGV/
-  /returned non-zero exit status (?:-11|3221225477)\b/
-  /\*\*\* SIGSEGV (?:\(@\w+\) )?received /
+  /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/ /Fatal Python error: Segmentation fault/
+  /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/ /died with <Signals\.SIGSEGV/
+  /returned non-zero exit status (?:-11|3221225477)\b/ /\*\*\* SIGSEGV (?:\(@\w+\) )?received /
   /\]: segfault at [0-9a-f]+ ip /
   /(?:free|alloc|chunk|consolidate)\(\): (?:invalid|corrupted|unaligned|double free|memory corr)/
-  /double free or corruption/
-  /corrupted (?:size vs|double-linked)/
+  /double free or corruption/ /corrupted (?:size vs|double-linked)/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/
   why: An extension (image or video decoding, HDF5, custom CUDA, another ABI) or a full stack
   fix: PYTHONFAULTHANDLER=1 shows the line; num_workers=0; ulimit -s unlimited; newer extensions.
   or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo crashes torch 2.13 when DDP is made; use INFO.
 
 killed-bus (generic): a process got a bus error (SIGBUS)
-  /Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)/
-  /Fatal Python error: Bus error/
-  /Bus error(?: +\((?:core dumped|7)\)|: nonexistent)/
-  /died with <Signals\.SIGBUS/
+  /Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)/ /Fatal Python error: Bus error/
+  /Bus error(?: +\((?:core dumped|7)\)|: nonexistent)/ /died with <Signals\.SIGBUS/
   why: /dev/shm is full, or a memory-mapped file was cut or lies on a disk that failed
   fix: Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk.
 
 killed-sigill (generic): a process executed an instruction that this CPU does not have (SIGILL)
-  /Signal 4 \(SIGILL\) received by PID (?P<pid>\d+)/
-  /Illegal instruction(?: +\(core dumped\)|$)/
+  /Signal 4 \(SIGILL\) received by PID (?P<pid>\d+)/ /Illegal instruction(?: +\(core dumped\)|$)/
   /died with <Signals\.SIGILL/
   why: A package was built for a newer CPU (AVX-512) than that of this node
   fix: Install it on the oldest node, or build without -march=native.
 
 memory-ray (killed): Ray killed a worker because its node ran low on memory
-  /killed due to memory pressure \(OOM\)/
-  /Task was killed due to the node running low on memory/
+  /killed due to memory pressure \(OOM\)/ /Task was killed due to the node running low on memory/
   /exceeds the memory usage threshold of/
   why: All processes of the node together crossed Ray's memory threshold
   fix: RAY_memory_usage_threshold=0.98 only if it is close. %HOST%

@@ -9,8 +9,7 @@ _TEXT = r"""
 nccl-timeout (timeout): a collective of NCCL did not finish in time
   /Watchdog caught collective operation timeout: *(?:WorkNCCL\(|$)/
   /Work WorkNCCL\(.* timed out in blocking wait/
-  /Timeout at NCCL work: \d+, last enqueued NCCL work/
-  /Timeout at collective: \w+, #\d+/
+  /Timeout at NCCL work: \d+, last enqueued NCCL work/ /Timeout at collective: \w+, #\d+/
   /Received a dump signal due to a collective timeout from +(?:this local )?rank/
   why: The ranks that print this wait for one that did not come: it crashed, hangs, is slow (data,
     evaluation, a save on rank 0 alone), took another branch, or has fewer batches
@@ -40,10 +39,8 @@ collective-mismatch (mismatch, likely): the ranks called different collectives
   /Mismatch between collective operation types across ranks/
   /[Cc]ollective (?:mismatch|sequence mismatch)/
   /Received data size doesn't match expected size\. Is there a distributed collective mismatch/
-  /op\.preamble\.length <= op\.nbytes/
-  /Some ranks called different collectives/
-  /Mismatched collective detected/
-  /Cannot apply desired operation due to shape mismatches/
+  /op\.preamble\.length <= op\.nbytes/ /Some ranks called different collectives/
+  /Mismatched collective detected/ /Cannot apply desired operation due to shape mismatches/
   why: At one point one rank ran another operation, or the same one with another size or type: a
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
@@ -61,18 +58,15 @@ nccl-duplicate-gpu (accuses nobody): two ranks use the same GPU
 
 nccl-remote-error (lost): NCCL lost the connection to another rank
   /ncclRemoteError: A call failed possibly due to a network error or a remote process/
-  /[Cc]onnection closed by remote peer/
-  /socketProgress.*(?:closed|reset)/
+  /[Cc]onnection closed by remote peer/ /socketProgress.*(?:closed|reset)/
   /NCCL error: remote process exited or there was a network error/
-  /socketPollConnect.*(?:ECONNREFUSED|refused)/
-  /Socket recv failed while polling for opId/
+  /socketPollConnect.*(?:ECONNREFUSED|refused)/ /Socket recv failed while polling for opId/
   /Call to recv from .* failed : Connection (?:reset|timed out)/
   why: A rank that this one talks to ended, or the network between them failed
   fix: The rank that ended first (see its log) is the cause; if none: network, NCCL_SOCKET_IFNAME.
 
 nccl-version (mismatch): the ranks use different versions of NCCL
-  /[Mm]ismatched NCCL version detected/
-  /NCCL version mismatch/
+  /[Mm]ismatched NCCL version detected/ /NCCL version mismatch/
   /Invalid config \w+ attribute value -2147483648/
   why: Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another libnccl first
   fix: One image on all nodes; unset LD_LIBRARY_PATH; compare torch.cuda.nccl.version() on each.
@@ -87,15 +81,13 @@ nccl-shm (accuses nobody): NCCL could not use /dev/shm
 
 nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine without it
   /Distributed package doesn't have NCCL built in/
-  /ProcessGroupNCCL is only supported with GPUs, no GPUs found/
-  /The NCCL backend requires GPUs/
+  /ProcessGroupNCCL is only supported with GPUs, no GPUs found/ /The NCCL backend requires GPUs/
   /Backend nccl is not (?:available|supported)/
   why: This torch is a CPU build (or one for Windows or macOS), or no GPU is visible
   fix: gloo (on Windows always, or WSL); on Linux with a GPU: torch with CUDA, nvidia-smi.
 
 nccl-wrong-device-tensor: a collective got a tensor on the wrong device
-  /No backend type associated with device type (?:cpu|cuda)/
-  /Tensors must be CUDA and dense/
+  /No backend type associated with device type (?:cpu|cuda)/ /Tensors must be CUDA and dense/
   why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
   fix: tensor.to(device); or init_process_group('cpu:gloo,cuda:nccl'); torch.cuda.set_device first.
 
@@ -107,8 +99,7 @@ nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
     (download, preprocessing, a prompt of wandb). A longer wait: init_process_group(timeout=...).
 
 nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
-  /[Hh]eartbeat monitor timed out/
-  /ProcessGroupNCCL's watchdog got stuck for \d+ seconds/
+  /[Hh]eartbeat monitor timed out/ /ProcessGroupNCCL's watchdog got stuck for \d+ seconds/
   why: A call of CUDA or NCCL does not return, or holds the GIL: a hung GPU or driver, an abort
   fix: Look for an Xid in dmesg, an earlier timeout; if slow: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800
 
@@ -117,8 +108,7 @@ nccl-heartbeat (timeout): NCCL's watchdog thread got stuck
 nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection failed
   /Got completion from peer \S+ with (?:status=|error )(?!4\b|10\b)\d+/
   /NET/IB ?: .*(?:local catastrophic|Got async (?:error )?event|device fatal)/
-  /IBV_WC_(?:RNR_)?RETRY_EXC_ERR/
-  /transport retry counter exceeded/
+  /IBV_WC_(?:RNR_)?RETRY_EXC_ERR/ /transport retry counter exceeded/
   why: A broken cable, port or switch, a wrong GID index on RoCE, or the other node died: after all
     retries there was no answer (status 12; 5 only follows from another failure)
   fix: ibstat, perfquery on both nodes; to leave a link out: NCCL_IB_HCA=^mlx5_2; RoCE:
@@ -128,8 +118,7 @@ nccl-ib-retry (hardware, accuses nobody): an InfiniBand or RoCE connection faile
   or_else: If the peer's log ends with a crash, the crash is the cause, not the link.
 
 nccl-ib-queue (generic, accuses nobody): InfiniBand or RoCE could not set up a queue to a peer
-  /Call to ibv_modify_qp failed/
-  /Failed to modify QP to RTR/
+  /Call to ibv_modify_qp failed/ /Failed to modify QP to RTR/
   why: The GID index is not the network's (RoCE), or the container or peer has not that network
   fix: show_gids; NCCL_IB_GID_INDEX=3; docker --network=host; NCCL_IB_HCA=adapters of one network.
 
@@ -149,20 +138,17 @@ nccl-ib-memory: InfiniBand could not lock memory
   or_else: `ulimit -l` in the job says unlimited: the adapter's own limits, or its driver.
 
 nccl-interface (likely): NCCL found no network interface that it can use
-  /Bootstrap : no socket interface found/
-  /NET/Socket : no (?:usable )?interface/
+  /Bootstrap : no socket interface found/ /NET/Socket : no (?:usable )?interface/
   /NCCL_SOCKET_IFNAME does not match/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
-  /Failed to initialize any NET plugin/
-  /ncclSocketInit: connecting to address .* neither AF_INET/
+  /Failed to initialize any NET plugin/ /ncclSocketInit: connecting to address .* neither AF_INET/
   why: NCCL_SOCKET_IFNAME or NCCL_NET names what this node does not have, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.
 
 nccl-connect (lost): NCCL could not connect to another rank
   /Connect to \S+<\d+> failed/
   /Call to connect returned (?:Connection refused|No route to host|Connection timed out)/
-  /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/
-  /connect to [\d.]+<\d+> returned/
+  /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/ /connect to [\d.]+<\d+> returned/
   /Unresponsive receiver \(reachable by EFA device but handshake failed\)/
   why: The address that the other rank announced can't be reached: a firewall between the nodes, an
     interface of docker or of another network, or the other rank ended
@@ -180,8 +166,7 @@ nccl-cuda-error (generic): a CUDA call inside NCCL failed
   confirm: %DEBUG%
 
 nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL failed
-  /ncclSystemError: System call \(e\.g\. socket, malloc\)/
-  /unhandled system error/
+  /ncclSystemError: System call \(e\.g\. socket, malloc\)/ /unhandled system error/
   /NCCL WARN Call to \w+ (?:returned|failed)/
   /NCCL WARN NET/OFI .*(?:Couldn't|Creating|completed with error|RC: -\d+|failed: )/
   why: A socket, shared memory or a plug-in failed; `Last error` or the first NCCL WARN says which
@@ -194,8 +179,7 @@ nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL fai
   confirm: %DEBUG%
 
 nccl-internal-error (lost, generic, accuses nobody): NCCL failed an internal check
-  /ncclInternalError: Internal check failed/
-  /internal error.*NCCL (?:version|developers)/
+  /ncclInternalError: Internal check failed/ /internal error.*NCCL (?:version|developers)/
   /NCCL Error \d+: internal error/
   why: Often the ranks see different GPUs or networks: a topology file, MIG, containers, a plug-in
   fix: Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.
@@ -217,19 +201,15 @@ nccl-aborted (teardown): NCCL's communicator was aborted
   fix: Look further up, and in the logs of the other ranks, for the first error.
 
 nccl-p2p (accuses nobody): direct access between GPUs does not work on this machine
-  /peer mapping resources exhausted/
-  /P2P is disabled between NVLINK connected GPUs/
+  /peer mapping resources exhausted/ /P2P is disabled between NVLINK connected GPUs/
   /transport\/p2p\.cc:\d+ NCCL WARN Cuda failure(?: \d+)? '(?:invalid arg|mapping of buf)/
-  /PCI ACS is enabled/
-  /peer access is not supported between these two devices/
+  /PCI ACS is enabled/ /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
   fix: NCCL_P2P_DISABLE=1 (shm.cc: NCCL_SHM_DISABLE=1, too); then no ACS and IOMMU in the BIOS.
   or_else: It changes nothing: the lines of NCCL before it name another failure.
 
 nccl-nvml (hardware, generic): the NVIDIA driver can't be asked about its GPUs
-  /nvml(?:Init|DeviceGet)\w*\(?\)? failed/
-  /undefined symbol: nvml\w+/
-  /Failed to initialize NVML: /
+  /nvml(?:Init|DeviceGet)\w*\(?\)? failed/ /undefined symbol: nvml\w+/ /Failed to initialize NVML: /
   why: The driver was updated without a reboot, is too old, or the container lost its GPUs
   fix: Reboot the node, or reload the driver's modules. Container: start it again; docker: --device
     /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.

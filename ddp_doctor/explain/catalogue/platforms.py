@@ -11,23 +11,19 @@ windows-libuv (accuses nobody): this torch was built without libuv
   fix: set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.
 
 windows-dll (likely): Windows could not load a DLL of torch or CUDA into a process
-  /\[WinError (?:126|127|1455)\]/
-  /DLL load failed while importing /
+  /\[WinError (?:126|127|1455)\]/ /DLL load failed while importing /
   why: 1455: each worker loads torch's DLLs anew, and Windows reserves memory for them. Else the
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
   fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable.
 
 windows-hostname (accuses nobody): gloo on Windows took an address that can't be reached
-  /kubernetes\.docker\.internal/
-  /\[WinError 10049\]/
+  /kubernetes\.docker\.internal/ /\[WinError 10049\]/
   why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
   or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
 openmp-threads (likely): the process could not start a thread
-  /libgomp: Thread creation failed: /
-  /can't start new thread/
-  /pthread_create failed/
+  /libgomp: Thread creation failed: / /can't start new thread/ /pthread_create failed/
   /(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed).*Resource temporarily
     unavailable(?!: ')/
   why: Ranks x workers x OpenMP threads reached the limit (ulimit -u, pids of the container)
@@ -35,8 +31,7 @@ openmp-threads (likely): the process could not start a thread
 
 macos-mps: the Apple GPU lacks this operation or type
   /The operator '[^']+' is not currently implemented for the MPS device/
-  /Cannot convert a MPS Tensor to float64/
-  /MPS\w+\.mm:\d+: failed assertion/
+  /Cannot convert a MPS Tensor to float64/ /MPS\w+\.mm:\d+: failed assertion/
   why: MPS has one GPU, no process group for its tensors, and fewer operators
   fix: PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.
 

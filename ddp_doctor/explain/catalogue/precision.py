@@ -27,40 +27,32 @@ amp-dtype (likely): a tensor has the wrong type
     beside it; .to(weight.dtype) where it is needed; .float() for what numpy made.
 
 amp-unsupported: this device or operation does not support the float type that was asked for
-  /Current CUDA Device does not support bfloat16/
-  /Your setup doesn't support bf16/gpu/
-  /bf16 mixed precision requires PyTorch/
-  /User specified an unsupported autocast device_type/
+  /Current CUDA Device does not support bfloat16/ /Your setup doesn't support bf16/gpu/
+  /bf16 mixed precision requires PyTorch/ /User specified an unsupported autocast device_type/
   /\"(?!\w*cuda)\w+\" not implemented for '(?:Half|BFloat16)'/
   why: bfloat16 needs an Ampere GPU or newer; a CPU lacks some operations of float16
   fix: float16 with a GradScaler, or float32; the model on the GPU before .half().
 
 amp-nan: loss or gradient is NaN or infinite
-  /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/
-  /[Ll]oss became (?:infinite|NaN)/
+  /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/ /[Ll]oss became (?:infinite|NaN)/
   /grad_scale is too small/
   /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
   /(?:nan|NaN|inf)\b.*[Ss]topping training/
   /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
-  /Minimum loss scale reached/
-  /[Gg]radients? (?:are|is) [Nn]a[Nn]/
-  /probability tensor contains either `inf`, `nan`/
-  /but found invalid values:\s+tensor\(.*nan/
-  /Current loss scale already at minimum/
-  /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
+  /Minimum loss scale reached/ /[Gg]radients? (?:are|is) [Nn]a[Nn]/
+  /probability tensor contains either `inf`, `nan`/ /but found invalid values:\s+tensor\(.*nan/
+  /Current loss scale already at minimum/ /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
     NaN, log(0) or 1/0, or a mask leaves a softmax nothing
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert
     torch.isfinite(x).all() on inputs; set_detect_anomaly(True) shows where; eps in log and sqrt.
 
 compile-failed (generic): torch.compile could not compile the model
-  /BackendCompilerFailed: /
-  /AssertionError: expected size \d+==\d+, stride /
+  /BackendCompilerFailed: / /AssertionError: expected size \d+==\d+, stride /
   /torch\._dynamo\.config\.suppress_errors = True/
   /DDPOptimizer backend: Found a higher order op in the graph/
-  /torch\._(?:dynamo|inductor)\.exc\.\w+/
-  /Data[- ]dependent (?:branching|control flow|operator)/
+  /torch\._(?:dynamo|inductor)\.exc\.\w+/ /Data[- ]dependent (?:branching|control flow|operator)/
   why: It can't trace or compile this code; the lines below the exception's name say why
   fix: Train without torch.compile first; TORCHDYNAMO_VERBOSE=1;
     torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; @torch.compiler.disable
@@ -75,16 +67,11 @@ compile-cache: processes got into each other's way in the cache of compiled kern
   or_else: Something removed the folder, or its disk is full.
 
 compile-compiler: no compiler that fits torch, or it failed
-  /Error building extension '\w+'/
-  /Ninja is required to load C\+\+ extensions/
-  /MissingCUDAException/
-  /CalledProcessError: Command '\['\S*(?:cc|clang|ninja|\+\+)'/
-  /InvalidCxxCompiler/
-  /No working C\+\+ compiler found/
-  /Failed to find C compiler\. Please specify via CC/
-  /Cannot find a working triton installation/
-  /Compiler: cl is not found/
-  /nvcc fatal +: Unsupported gpu architecture/
+  /Error building extension '\w+'/ /Ninja is required to load C\+\+ extensions/
+  /MissingCUDAException/ /CalledProcessError: Command '\['\S*(?:cc|clang|ninja|\+\+)'/
+  /InvalidCxxCompiler/ /No working C\+\+ compiler found/
+  /Failed to find C compiler\. Please specify via CC/ /Cannot find a working triton installation/
+  /Compiler: cl is not found/ /nvcc fatal +: Unsupported gpu architecture/
   /unsupported GNU version! gcc versions later than/
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/

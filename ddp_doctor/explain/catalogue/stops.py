@@ -6,29 +6,23 @@ _TEXT = r"""
 [Signals, schedulers, Kubernetes]
 
 stop-time-limit (killed): the scheduler ended the job at its time limit
-  /CANCELLED AT \S+ DUE TO TIME LIMIT/
-  /job (?:killed: walltime|exceeded wallclock limit)/
-  /exceeded its time limit and its allocation has been revoked/
-  /TERM_RUNLIMIT/
+  /CANCELLED AT \S+ DUE TO TIME LIMIT/ /job (?:killed: walltime|exceeded wallclock limit)/
+  /exceeded its time limit and its allocation has been revoked/ /TERM_RUNLIMIT/
   /was active (?:on the node )?longer than (?:the )?specified deadline/
   why: The job ran longer than it asked for
   or_else: It hung before: its last lines of progress are much older.
   fix: Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 (a handler), --requeue.
 
 stop-preempted (killed): the scheduler took the node back, or the job was queued again
-  /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/
-  /[Pp]reempted in order to admit/
+  /CANCELLED AT \S+ DUE TO (?:PREEMPTION|JOB REQUEUE)/ /[Pp]reempted in order to admit/
   /reempted by (?:a )?pod/
   why: A job of higher priority, or the cloud, took the machine; JOB REQUEUE may also be the job's
     own `scontrol requeue` before its time limit (submitit, Lightning)
   fix: Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.
 
 stop-node-failed (hardware, accuses nobody): a node of the job failed
-  /CANCELLED AT \S+ DUE TO NODE FAILURE/
-  /Node failure on /
-  /NodeNotReady/
-  /because its node has died/
-  /RTE has lost communication with a remote daemon/
+  /CANCELLED AT \S+ DUE TO NODE FAILURE/ /Node failure on / /NodeNotReady/
+  /because its node has died/ /RTE has lost communication with a remote daemon/
   why: The scheduler lost the node: a crash, a reboot, the network, preemption (see around it)
   fix: Start again without it: sbatch --exclude=NODE; report it.
 
@@ -39,44 +33,35 @@ stop-cancelled (teardown): the job was cancelled
   confirm: sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.
 
 stop-evicted (killed): Kubernetes evicted the pod
-  /The node (?:was low on resource: [\w-]+|had condition: \[\w+)/
-  /Pod (?:\S+ )?(?:was )?[Ee]victed/
-  /Usage of EmptyDir volume \"[^\"]+\" exceeds the limit/
-  /TaintManagerEviction(?!.*Cancelling)/
+  /The node (?:was low on resource: [\w-]+|had condition: \[\w+)/ /Pod (?:\S+ )?(?:was )?[Ee]victed/
+  /Usage of EmptyDir volume \"[^\"]+\" exceeds the limit/ /TaintManagerEviction(?!.*Cancelling)/
   why: The node ran out of memory, disk or was drained
   fix: Set resources.requests to what is used, ephemeral-storage, too; checkpoints on a volume.
 
 stop-sighup (killed): the terminal was closed (SIGHUP)
-  /got signal: 1\b/
-  /[Rr]eceived (?:(?:Signals\.)?SIGHUP|1 death signal)/
+  /got signal: 1\b/ /[Rr]eceived (?:(?:Signals\.)?SIGHUP|1 death signal)/
   /closing signal (?:Signals\.)?SIGHUP/
   why: torchrun's ssh session or terminal ended; nohup does not help, since it handles SIGHUP itself
   fix: Start it in tmux or screen, or with setsid, or as a job of a scheduler.
 
 stop-sigterm (teardown): it was told to stop (SIGTERM)
-  /got signal: 15\b/
-  /Received (?:(?:Signals\.)?SIGTERM|15 death signal)/
+  /got signal: 15\b/ /Received (?:(?:Signals\.)?SIGTERM|15 death signal)/
   /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
-  /Closing process \d+ via signal SIGTERM/
-  /died with <Signals\.SIGTERM/
+  /Closing process \d+ via signal SIGTERM/ /died with <Signals\.SIGTERM/
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks after one failed; with no failure: a scheduler, a person
   fix: Look for a failure before it; if none: sacct, kubectl describe pod; save on SIGTERM.
 
 stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
-  /KeyboardInterrupt/
-  /got signal: 2\b/
-  /[Rr]eceived (?:(?:Signals\.)?SIGINT|2) death signal/
+  /KeyboardInterrupt/ /got signal: 2\b/ /[Rr]eceived (?:(?:Signals\.)?SIGINT|2) death signal/
   why: SIGINT was sent: Ctrl-C in the terminal, or the scheduler
   fix: Start it again.
 
 stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
-  /Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)/
-  /died with <Signals\.SIGABRT/
-  /\*\*\* SIGABRT (?:\(@\w+\) )?received /
-  /Fatal Python error: Aborted/
+  /Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)/ /died with <Signals\.SIGABRT/
+  /\*\*\* SIGABRT (?:\(@\w+\) )?received / /Fatal Python error: Aborted/
   /terminate called (?:after throwing an instance of '[^']+'|without an active)/
   /Aborted +\(core dumped\)/
   why: C++ code ended it: NCCL's watchdog after a timeout, or an exception that nothing caught
@@ -94,17 +79,12 @@ mpi-error (generic): a call of MPI failed
 
 launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
-  /Batch job submission failed: /
-  /Task launch for \S+ failed on node [^:]+: /
+  /Batch job submission failed: / /Task launch for \S+ failed on node [^:]+: /
   /CPU binding outside of job step allocation/
   /(?:srun|sbatch): error: .*(?:[Ii]nvalid|not available|More processors req|Requested node)/
-  /execve\(\): \S+: (?!No such)/
-  /There are not enough slots available in the system to satisfy/
-  /PMI2_Init failed/
-  /OPAL ERROR: .*PMI/
-  /not built with .*PMI support/
-  /RTE (?:was unable to|does not know how to)/
-  /mpirun has detected an attempt to run as root/
+  /execve\(\): \S+: (?!No such)/ /There are not enough slots available in the system to satisfy/
+  /PMI2_Init failed/ /OPAL ERROR: .*PMI/ /not built with .*PMI support/
+  /RTE (?:was unable to|does not know how to)/ /mpirun has detected an attempt to run as root/
   why: It does not fit the cluster or the allocation, or MPI does not fit Slurm
   fix: Compare #SBATCH with sinfo -o '%P %G %c %m'; srun needs the same --gres and --cpus-per-task.
   case CPU binding outside => The CPUs that --cpu-bind names are not in the job's allocation => srun
@@ -116,8 +96,7 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
   case not enough slots => The hosts have fewer slots than -np => A smaller -np, or HOST slots=N.
 
 launch-command (accuses nobody, likely): the command or a file of it was not found
-  /can't open file '?[^':]+'?: \[Errno 2\]/
-  /executable file not found in \$PATH/
+  /can't open file '?[^':]+'?: \[Errno 2\]/ /executable file not found in \$PATH/
   /execve\(\): \S+: No such file/
   /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|docker): (?:command )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
