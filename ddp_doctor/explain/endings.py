@@ -17,7 +17,7 @@ _SUCCESS = re.compile(
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job (?:\S+: )?succeeded"
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
     r"|saved successfully\. ?You can now|completed successfully|finished: \d+ steps|job completed"
-    r"|exits successfully|exiting gracefully|state(?:=|: )COMPLETED|finished training)"
+    r"|exits successfully|exiting gracefully(?! after)|state(?:=|: )COMPLETED|finished training)"
     r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
 _DONE = re.compile(r"(?i)\W*(?:done|finished|completed?|success)\W*$")
@@ -284,5 +284,5 @@ def _gib(size: str) -> float:
 
 def is_closing(event: Event) -> bool:
     """Whether a launcher ended this process, because another one had failed."""
-    is_stop = event.cause is BY_CODE["stop-sigterm"] and event.tier == Tier.TEARDOWN
+    is_stop = event.code in ("stop-sigterm", "killed-sigkill") and event.tier == Tier.TEARDOWN
     return is_stop and (event.kind == "exit" or "losing " in event.line.text)

@@ -35,7 +35,10 @@ _SINGLE = tuple(
         r"(?:exits with return code =|Process finished with exit code) (?P<status>-?\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)|non-zero (?:exit code\. Per|status, thus)",
         r"Container rank (?P<rank>\d+) status failed .*\] code (?P<status>-?\d+) log",
-        r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)",
+        r"(?:\[rank: (?P<rank>\d+)\] )?Child process with PID (?P<pid>\d+) terminated with code "
+        r"(?P<status>-?\d+)",
+        r'"torchelastic\.worker\.status\.FAILED".*"global_rank": (?P<rank>\d+)'
+        r'(?:.*"hostname": "(?P<host>[^"]+)")?',
     )
 )
 _CLOSED = re.compile(
@@ -148,6 +151,7 @@ class ExitReader:
         rank = _RANK.match(values.get("rank", ""))
         status = _STATUS.match(values.get("exitcode", ""))
         if rank and status and self._line is not None:
+            self._line.time = values.get("time", "").replace("_", " ")
             found = {**rank.groupdict(), **status.groupdict(), "host": values.get("host")}
             ended = _exit_of(found, self._line, status=int(status["status"]))
             ended.is_root, ended.from_block = self._is_root, True

@@ -43,7 +43,7 @@ _MAX_LINES = 400
 """A traceback that has no end within so many lines of its stream was cut off."""
 
 _OTHER_RECORD = re.compile(
-    r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
+    r"\[(?!\S*/gloo/)|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
     r"|(?:\S+: )?\w*Warning: |WARNING|Set the environment|trainable params|wandb: "
     r"|Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )

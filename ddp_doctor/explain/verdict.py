@@ -175,8 +175,10 @@ def _judge(evidence: Evidence) -> Verdict:
     if root.cause is None or (is_quoted and not failed):
         return _unknown(evidence, events, total, root=root)
     # WHY not mpirun's own word: a launcher that was told to stop fails, too
-    told = [ended.status for ended in failed if "non-zero" not in ended.line.text]
-    if is_closing(root) and any(status != _TERMINATED for status in told):
+    told = [ended for ended in failed if "non-zero" not in ended.line.text]
+    earlier = [e for e in told if e.status > 0 and e.line.order < root.line.order]
+    is_echo = is_closing(root) and any(ended.status != _TERMINATED for ended in told)
+    if is_echo or (root.code == "stop-cancelled" and earlier):
         return _unknown(evidence, events, total)
     read_numbers(root)
     guilty, alike = who(root, events, evidence, finding)
@@ -281,13 +283,20 @@ def _exit_events(evidence: Evidence) -> list[Event]:
             is_srun = "srun: error" in ended.line.text and ended.status == _FORCED
             event = _exit_event(ended, BY_CODE[code])
             is_told = others_failed or min(stops, default=math.inf) < ended.line.order
-            is_closed = ended.pid in closed and ended.status in (_FORCED, _TERMINATED)
+            is_closed = ended.pid in closed or _is_late(ended, evidence.exits.exits)
+            is_closed &= ended.status in (_FORCED, _TERMINATED)
             if (is_srun and is_told) or is_closed:
                 event.tier = Tier.TEARDOWN
             elif closed and ended.from_block and ended.status == _TERMINATED:
                 event.tier = Tier.KILLED  # not by torchrun
             events.append(event)
     return events
+
+
+def _is_late(ended: Exit, exits: Sequence[Exit]) -> bool:
+    """Whether torchrun's table has another process of the host that failed earlier."""
+    table = [e for e in exits if e.from_block and e.status > 0 and e.host == ended.host]
+    return ended.from_block and any(e.line.time < ended.line.time for e in table)
 
 
 def _exit_event(ended: Exit, cause: Cause) -> Event:
@@ -456,7 +465,7 @@ def _unknown(
         evidence=[last] if last is not None else [],
         first_exceptions=_first_exceptions(events),
         num_echoes=max(0, total - 1),
-        root_exit=roots[0] if roots else None,
+        root_exit=min(roots, key=lambda ended: ended.line.time, default=None),
         ranks_alike=alike,
     )
 
@@ -579,11 +588,13 @@ def who(
         if root.kind == "exit" and not evidence.exits.exits:
             return Guilty(root.rank, host, LIKELY, "all others say that they lost a rank"), ()
         is_alone = not evidence.exits.exits and {e.rank for e in evidence.events} == {root.rank}
-        if is_alone and root.kind == "exception" and not evidence.rank_of_file:
+        if is_alone and root.kind != "exit" and not evidence.rank_of_file:
             return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
         by_itself = {e.rank for e in evidence.exits.exits if e.from_block and e.status > 0}
         heard = {e.rank for e in evidence.events}
-        if root.kind == "exception" and None not in heard and by_itself - heard:
+        cut = {e.rank for e in evidence.events if e.raised is not None and not e.raised.type}
+        has_others = (None not in heard and by_itself - heard) or cut - {None, root.rank}
+        if root.kind == "exception" and has_others:
             return Guilty(root.rank, host, UNKNOWN, "others failed, too, and do not say how"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
@@ -625,7 +636,9 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     # in torchrun's table, without those that it ended itself
     own = {e.rank: e for e in exits if e.from_block and (e.is_root or e.status != _TERMINATED)}
     is_blamed = root.cause is None or root.cause.accuses != Blame.NOBODY
-    if len(own) == 1 and is_blamed and root.count == 1 and root.tier == Tier.EXCEPTION:
+    like = [e for e in evidence.events if (e.cause, e.kind) == (root.cause, root.kind)]
+    num_raised = sum(e.count for e in like if e is root or not (e.is_weak or e.chained))
+    if len(own) == 1 and is_blamed and num_raised == 1 and root.tier == Tier.EXCEPTION:
         [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
     hosts = {event.host for event in evidence.events if event.cause is root.cause}
