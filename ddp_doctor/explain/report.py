@@ -243,6 +243,8 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
         return UNKNOWN, "the log does not show what the rank that is waited for was doing"
     if root.tier == Tier.TIMEOUT:
         return LIKELY, "it is inferred from what the waiting ranks print"
+    if root.cause.is_generic and root.cause.cases:
+        return UNKNOWN, "this message has many causes, and none of those that are known is told"
     if root.cause.or_else or root.cause.is_generic or root.cause.is_likely:
         return LIKELY, "this message has several causes"
     return CERTAIN, "the message has this cause only"

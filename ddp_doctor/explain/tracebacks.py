@@ -43,9 +43,9 @@ _MAX_LINES = 400
 """A traceback that has no end within so many lines of its stream was cut off."""
 
 _OTHER_RECORD = re.compile(
-    r"\[(?!\S*/gloo/)|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
-    r"|(?:\S+: )?\w*Warning: |WARNING|Set the environment|trainable params|wandb: "
-    r"|Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
+    r"\[(?!\S*/gloo/)|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]"
+    r"|torch\.distributed\.elastic\.|(?:\S+: )?\w*Warning: |WARNING|Set the environment"
+    r"|trainable params|wandb: |Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )
 """How a line of a logger, or of a shell, begins: no part of the message before it."""
 

@@ -132,11 +132,12 @@ def _tell_case(verdict: Verdict) -> None:
     # WHY no line around it: a neighbour may be of something else
     said = [root.raised.whole] if root.raised is not None else [root.line.text]
     said += [root.detail.text] if root.detail is not None else []
-    said += [frame.function for frame in root.raised.frames] if root.raised is not None else []
+    frames = root.raised.frames if root.raised is not None else []
+    said += [frame.function for frame in frames] + [frame.file for frame in frames[-1:]]
     for expression, why, fix in cause.cases:
         if re.search(expression, "\n".join(said)):
             has_others = cause.is_generic or bool(cause.or_else)
-            cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="")
+            cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="", cases=())
             root.cause = replace(cause, lightning="", accelerate="", trainer="")
             return
 

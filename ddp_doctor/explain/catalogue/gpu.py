@@ -167,6 +167,8 @@ accelerator-collectives (generic): the device's own library of collectives faile
   fix: The plug-in must fit torch; end processes that are left over; oneCCL: FI_PROVIDER=tcp.
   case pthread_create|worker thread => oneCCL's threads may not run on the cores that it chose =>
     CCL_WORKER_AFFINITY=cores of this rank, or unset it and I_MPI_PIN_*; CCL_WORKER_COUNT=1.
+  case OUT_OF_(?:DEVICE|HOST)_MEMORY => No memory is left for its buffers => A smaller batch;
+    activation checkpointing; one process per device.
   case EJ0003|bind the IP => HCCL's port is taken: by a process left over, or an earlier job =>
     npu-smi info lists the processes: end them, wait 10 s; or another HCCL_IF_BASE_PORT.
 

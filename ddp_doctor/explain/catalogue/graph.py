@@ -95,6 +95,8 @@ graph-device-mixed (likely): tensors of one operation are on different devices
   fix: device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); torch.cuda.set_device(device)
     before anything else; .to(device) for model and batch; register_buffer for constants;
     device=x.device for new tensors in forward; no device_map='auto' in DDP.
+  case deepspeed/runtime/zero/ => DeepSpeed's own tensors are mixed up: offload with this version,
+    or weights that were moved after initialize() => Another deepspeed; no offload; no .to(device).
   case device_ids\[0\] => nn.DataParallel runs in a job of several processes, or on other GPUs =>
     Remove nn.DataParallel: DDP does its work; model.to(f'cuda:{LOCAL_RANK}').
 
@@ -111,7 +113,8 @@ graph-batchnorm-single: BatchNorm in training got one value per channel
   fix: DataLoader(..., drop_last=True), a larger batch, or GroupNorm.
 
 graph-meta (generic): weights have no data: they are on the meta device, or sharded
-  /Cannot copy out of meta tensor; no data/ /but its data is not allocated yet/
+  /Cannot copy out of meta tensor; no data/ /should be materialized from meta device/
+  /but its data is not allocated yet/
   why: The model was built without memory (low_cpu_mem_usage, device_map, init_empty_weights), or
     its weights belong to ZeRO 3 or FSDP and were not gathered
   fix: Load the weights before .to(device) or DDP(model), with no device_map; model.to_empty(device)

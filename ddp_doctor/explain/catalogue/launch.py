@@ -13,7 +13,7 @@ launch-environment (accuses nobody): the variables of a launcher are missing
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
 
 launch-port (accuses nobody, likely): a port is taken
-  /EADDRINUSE/ /^(?!.*gloo).*[Aa]ddress already in use/
+  /EADDRINUSE/ /^(?!.*(?:gloo|OFI|MPI|UCX)).*[Aa]ddress already in use/
   why: Another job on this node, or a process left over, listens there; or each rank starts a server
   fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
     names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
@@ -186,7 +186,8 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
     restart the kernel and touch CUDA inside of the started function only.
 
 launch-config (accuses nobody): settings were refused: a key or a value is wrong
-  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/ /Could not override '[^']+'/
+  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
+  /Could not find the transformer layer class/ /Could not override '[^']+'/
   /Key '[^']+' is not in struct/ /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/ /TOMLDecodeError: /
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key that this version lacks: the lines below name it
@@ -215,6 +216,8 @@ launch-pod-crash (teardown, generic): a pod ends again and again
   /CrashLoopBackOff/ /Back-off restarting failed container/ /BackoffLimitExceeded/
   why: Its container exits with an error, and Kubernetes starts it anew
   fix: kubectl logs POD --previous, and explain that.
+  case container init- => An init container fails: it waits for the master, or can't be fetched =>
+    kubectl logs POD -c its name; kubectl get pods,svc: is the master's pod there, and its service?
 
 launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know why
   /The actor died unexpectedly before finishing this task/

@@ -40,7 +40,8 @@ collective-mismatch (mismatch, likely): the ranks called different collectives
   /[Cc]ollective (?:mismatch|sequence mismatch)/
   /Received data size doesn't match expected size\. Is there a distributed collective mismatch/
   /op\.preamble\.length <= op\.nbytes/ /Some ranks called different collectives/
-  /Mismatched collective detected/ /Cannot apply desired operation due to shape mismatches/
+  /disagreement between rank\d+ and rank\d+:/ /Mismatched collective detected/
+  /Cannot apply desired operation due to shape mismatches/
   why: At one point one rank ran another operation, or the same one with another size or type: a
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
@@ -163,6 +164,11 @@ nccl-cuda-error (generic): a CUDA call inside NCCL failed
   /NCCL WARN Cuda failure (?:\d+ )?'?[a-zA-Z]/
   why: CUDA failed in a call of NCCL: no memory left for its buffers, or an earlier kernel's error
   fix: Leave 1 GB per GPU free (smaller batch); CUDA_LAUNCH_BLOCKING=1 finds an earlier kernel.
+  case 'invalid (?:arg|resource)|mapping of buf|peer => The GPUs could not open each other's memory,
+    or driver, CUDA and NCCL do not fit => NCCL_P2P_DISABLE=1, then NCCL_CUMEM_ENABLE=0, as a trial;
+    torch.cuda.set_device(LOCAL_RANK) before all else; a newer driver or NCCL.
+  case illegal|launch fail|assert => An earlier kernel failed, and NCCL met its error =>
+    CUDA_LAUNCH_BLOCKING=1 gives its line; Xid in dmesg.
   confirm: %DEBUG%
 
 nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL failed

@@ -98,10 +98,12 @@ launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the
 launch-command (accuses nobody, likely): the command or a file of it was not found
   /can't open file '?[^':]+'?: \[Errno 2\]/ /executable file not found in \$PATH/
   /execve\(\): \S+: No such file/
-  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|docker): (?:command )?not found/
+  /(?:torchrun|python[\d.]*|deepspeed|accelerate|srun|mpirun|docker|orted): (?:command )?not found/
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
   fix: Activate the environment in the job; absolute paths; a module: torchrun -m package.module.
+  case orted: => The other node's shell does not find Open MPI => mpirun --prefix FOLDER of Open MPI
+    on that node; or PATH and LD_LIBRARY_PATH at the top of its ~/.bashrc.
 
 stop-silent: a rank ended without an exception, and the others lost it
   # No message tells this one and the next: who ended does, and what the others lost.
