@@ -21,7 +21,7 @@ from ddp_doctor.explain.lines import Habits, lines_of, parse_line, with_lead
 from ddp_doctor.explain.matching import Match, Matcher
 from ddp_doctor.explain.run_folder import LastStatus, RankStack
 from ddp_doctor.explain.sources import Source
-from ddp_doctor.explain.tracebacks import Assembler, Found
+from ddp_doctor.explain.tracebacks import DUMPED_FRAME, Assembler, Found
 
 LOOSE = re.compile(
     r"(?:E +)?(?P<type>(?:\w+\.)*(?:[A-Z]\w*(?:Error|Interrupt|Timeout)|\w*Exception|gaierror)"
@@ -202,6 +202,9 @@ class Collector:
         self._header: Line | None = None
         """The newest header of a traceback that something stands before."""
 
+        self._crash: Event | None = None
+        """A crash whose stack may follow: of faulthandler, the innermost frame first."""
+
         self._tail = 0
         self._idle_lines = 0
         self.before_traceback = (0, b"")
@@ -220,7 +223,7 @@ class Collector:
     def start_file(self, source: Source, habits: Habits) -> None:
         """Begin with another file."""
         self._source, self._habits = source, habits
-        self._spawned, self._header, self._tail = None, None, 0
+        self._spawned, self._header, self._crash, self._tail = None, None, None, 0
         self.before_traceback = (0, b"")
         if source.rank is not None:
             self.evidence.rank_of_file[source.name] = source.rank
@@ -299,6 +302,10 @@ class Collector:
         if found:
             self._add_exception(found, self._matcher.find(found.raised.whole))
             return
+        if self._crash is not None and text.startswith("Current thread"):
+            self._crash.detail = None  # the stacks before it are other threads'
+        elif self._crash is not None and DUMPED_FRAME.match(text):
+            self._crash.detail = self._crash.detail or line
         is_source = assembler.num_open and text[:1].isspace() and "what(): " not in text
         if line.raw.startswith(_BOX) or is_source:
             return
@@ -425,7 +432,8 @@ class Collector:
             fields=match.fields,
             is_weak=is_end or _RETRIED.search(line.raw) is not None,
         )
-        self._keep(event, (_named(match), event.is_weak))
+        event = self._keep(event, (_named(match), event.is_weak))
+        self._crash = event if line.text.startswith("Fatal Python error") else self._crash
 
     def _take_loose(self, line: Line) -> None:
         """An exception's last line alone, or a line that a program calls an error."""

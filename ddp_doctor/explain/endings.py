@@ -16,7 +16,8 @@ _SUCCESS = re.compile(
     r"|(?:prediction|inference) (?:completed|finished)|completed training(?! (?:step|epoch|iter))"
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job (?:\S+: )?succeeded"
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
-    r"|saved successfully\. ?You can now|completed successfully|finished: \d+ steps|job completed"
+    r"|model weights saved in (?!\S*(?:checkpoint|step|epoch))|completed successfully"
+    r"|saved successfully\. ?You can now|finished: \d+ steps|job completed"
     r"|exits successfully|exiting gracefully(?! after)|state(?:=|: )COMPLETED|finished training)"
     r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )

@@ -188,7 +188,7 @@ def _raised(raised: Raised, most: int = _MAX_TEXT) -> str:
     text = raised.name or "an exception"
     is_short = most == _MAX_TEXT or raised.stated
     said = raised.headline if is_short else " ".join(raised.message.split())
-    text = f"{raised.name}: {said}" if said else text
+    text = f"{text}: {said}" if said else text
     frame = raised.own_frame
     place = f" at {raised.where}" if raised.where else ""
     inside = f" in {frame.function}" if frame and frame.function else ""

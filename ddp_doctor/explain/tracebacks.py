@@ -22,7 +22,7 @@ _MARGIN = re.compile(r"(?: {2})+\| ")
 _MEMBER = re.compile(r"\n\+[-+]+ \d+ -+$")
 """The line of a group's message behind which the traceback of one of its exceptions stands."""
 
-_DUMPED_FRAME = re.compile(r'\s*File "[^"]+", line \d+ in ')
+DUMPED_FRAME = re.compile(r'\s*File "[^"]+", line \d+ in ')
 """Of faulthandler: its stacks belong to no exception."""
 
 _RICH_FRAME = re.compile(
@@ -111,7 +111,7 @@ class Assembler:
             self._open(header)
             self.last_line = line
             return None
-        if _DUMPED_FRAME.match(text):
+        if DUMPED_FRAME.match(text):
             return None
         frame = _FRAME.match(text)
         rich = _RICH_FRAME.match(text) if self.num_open and not frame else None
@@ -130,7 +130,8 @@ class Assembler:
         if not (self.num_open and (self.has_header or len(self.frames) > 2) and self.last_line):
             self._close()
             return None
-        raised = Raised(type="", message="", frames=list(self.frames))
+        said = self.source if re.match(r"raise \w+\(.|assert ", self.source) else ""
+        raised = Raised(type="", message=said, frames=list(self.frames))
         line = self.last_line
         self._close()
         # WHY weak: anything else in the log says more

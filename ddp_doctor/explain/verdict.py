@@ -228,8 +228,10 @@ def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
     ended = _exit_events(evidence)
     known = {event.code for event in ended}
     # WHY: the line that tells of the end is in there, with the rank
-    events = [e for e in events if not (e.kind == "message" and e.code in known)]
-    events += ended
+    told = [e for e in events if e.kind == "message" and e.code in known]
+    details = {event.code: event.detail for event in told}
+    events = [e for e in events if e not in told]
+    events += [replace(event, detail=details.get(event.code)) for event in ended]
     events += silent_ends(events, evidence)
     _weaken_time_limit(events, evidence)
     evidence.stacks = newest_stacks(evidence.stacks)

@@ -172,7 +172,7 @@ ENDED = {
     *("lightning", "trainer", "slurm", "deepspeed", "told to stop, and saved", "this suite"),
     *("a retried download", "exception that was ignored", "a logged exception", "status 0"),
     *("a restart that succeeded", "addresses of Docker Desktop, and training in Chinese"),
-    *("late checkpoints", "a time limit, and a later job that finished"),
+    *("late checkpoints", "diffusers", "a time limit, and a later job that finished"),
 }
 """Those that say that the job ended as it should; the others only stop."""
 

@@ -136,8 +136,11 @@ launch-versions (generic): a function or a module does not have what is asked of
 
 launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for
   /[Ww]orld[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
+  /should be divisible by (?:tensor|context|sequence) parallel/
   why: The sizes of tensor, pipeline, context and data parallel must multiply to the number of ranks
   fix: Change one of them, or the number of ranks.
+  case [Dd]imension of the tensor => Sequence parallel gives each rank a part of a sequence => Pad
+    sequences to a multiple of that size; or no sequence parallel.
 
 launch-rank-range (accuses nobody, likely): rank and world size contradict each other
   /more than one node have assigned same rank/ /rank \d+ of \d+ ranks has already checked in/
@@ -224,6 +227,8 @@ launch-ray-actor (lost, generic): a worker of Ray ended, and Ray does not know w
   /A worker died or was killed while executing a task by an unexpected system error/
   why: Ray lists guesses: memory, ray stop, a crash. The worker's own log has its last words
   fix: Explain worker-*-PID.err in /tmp/ray/session_latest/logs on its node; memory: fewer workers.
+  case K8s pod memory => Ray takes it for killed by the pod's memory limit => kubectl describe pod
+    says OOMKilled, if so: raise resources.limits.memory; fewer or smaller workers.
 """
 
 FAMILIES = read_families(_TEXT)

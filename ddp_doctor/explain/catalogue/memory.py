@@ -102,6 +102,8 @@ killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damag
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/
   why: An extension (image or video decoding, HDF5, custom CUDA, another ABI) or a full stack
   fix: PYTHONFAULTHANDLER=1 shows the line; num_workers=0; ulimit -s unlimited; newer extensions.
+  case distributed_c10d\.py => It crashed in a collective: NCCL (RCCL), its plug-in, or gloo =>
+    NCCL_DEBUG=INFO; as trials NCCL_NET_PLUGIN=none, NCCL_P2P_DISABLE=1; another NCCL or driver.
   or_else: TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo crashes torch 2.13 when DDP is made; use INFO.
 
 killed-bus (generic): a process got a bus error (SIGBUS)

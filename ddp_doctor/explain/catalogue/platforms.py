@@ -16,11 +16,10 @@ windows-dll (likely): Windows could not load a DLL of torch or CUDA into a proce
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
   fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable.
 
-windows-hostname (accuses nobody): gloo on Windows took an address that can't be reached
-  /kubernetes\.docker\.internal/ /\[WinError 10049\]/
-  why: The host's name resolves to an entry that Docker Desktop wrote to the hosts file
+windows-hostname (accuses nobody, likely): gloo on Windows took an address that can't be reached
+  /\[WinError 10049\]/
+  why: Mostly the host's name resolves to an entry that Docker Desktop wrote to the hosts file
   fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
-  or_else: Training began after it: then it is a warning, and what ended the job is another failure.
 
 openmp-threads (likely): the process could not start a thread
   /libgomp: Thread creation failed: / /can't start new thread/ /pthread_create failed/
