@@ -205,6 +205,9 @@ class Collector:
         self._crash: Event | None = None
         """A crash whose stack may follow: of faulthandler, the innermost frame first."""
 
+        self._lists_ranks = False
+        """Whether Horovod names the ranks that are missing in the next lines: `6: [tensors]`."""
+
         self._tail = 0
         self._idle_lines = 0
         self.before_traceback = (0, b"")
@@ -292,6 +295,10 @@ class Collector:
 
     def _take_text(self, line: Line) -> None:
         text, stream = line.text, line.stream
+        if self._lists_ranks and (missing := re.match(r"(\d+): ?\[", text)):
+            text = line.text = f"Missing ranks: {missing[1]}"
+        else:
+            self._lists_ranks = text.endswith(("Stalled ranks:", "Missing ranks:"))
         if stream not in self._streams and len(self._streams) > _MAX_STREAMS:
             self._streams.clear()
             self._open.clear()

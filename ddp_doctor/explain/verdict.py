@@ -228,9 +228,8 @@ def _with_inferred(evidence: Evidence, finding: Finding | None) -> list[Event]:
     ended = _exit_events(evidence)
     known = {event.code for event in ended}
     # WHY: the line that tells of the end is in there, with the rank
-    told = [e for e in events if e.kind == "message" and e.code in known]
-    details = {event.code: event.detail for event in told}
-    events = [e for e in events if e not in told]
+    details = {e.code: e.detail for e in events if e.kind == "message" and e.code in known}
+    events = [e for e in events if not (e.kind == "message" and e.code in known)]
     events += [replace(event, detail=details.get(event.code)) for event in ended]
     events += silent_ends(events, evidence)
     _weaken_time_limit(events, evidence)
