@@ -1,5 +1,6 @@
 """A program of a style with edits, what audit must say of it, and on which line."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,3 +36,7 @@ class Case:
     def lines(self) -> set[int]:
         """Give the lines that are right."""
         return {i for i, t in enumerate(self.source().splitlines(), 1) if "# here" in t}
+
+    def words(self) -> list[str]:
+        """Give what the report must say, too: what follows "# here: " or "# says: "."""
+        return re.findall(r"# (?:here|says): (.+)", self.source())

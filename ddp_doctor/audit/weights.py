@@ -138,7 +138,10 @@ def _not_averaged(
     line = step["backward_line"] or step["line"]
     group = ranks.smaller_group(first, other)
     calls = reducing_calls(first, optimizer)
-    rare = _rare_steps(first, calls)
+    # WHY not those in backward: a hook of DDP makes them, in every step
+    own = [c for c in calls if not (c["in_backward"] and first.all("ddp"))]
+    hooked = [c["ranks"] for c in calls if c["in_backward"] and c["t"] <= step["t"]][-1:]
+    rare = _rare_steps(first, own)
     if calls and not first.all("ddp"):
         line = calls[-1]["line"]
         left_out = names * (len(unknown) < len(step["g"]))
@@ -166,6 +169,9 @@ def _not_averaged(
         files = [record["line"].rpartition(":")[0] for record in first.all("ddp")]
         switches = [set_line(file, "require_backward_grad_sync") for file in files]
         line = quiet or next(filter(None, switches), line)
+    elif hooked and other.number not in (hooked[0] or [other.number]):
+        why = f"the hook of DDP averages over the ranks {hooked[0]} alone"
+        line = next((record["line"] for record in first.all("comm_hook")), line)
     else:
         why = "DDP averaged them, and then they were changed, not alike on all ranks"
         line = _only_on_one(first, other, "clip") or step["line"]

@@ -3,7 +3,7 @@
 programs.txt has edits of the benchmark's style "plain", for kinds of programs and mistakes that are
 not among those: `=== healthy: name` or `=== mistake: name: code`, and for each edit `@@`, the lines
 that go, after -, and those that come, after +. A line that ends with \\ is a part of one. `# here`
-stands on the line that the audit must name.
+stands on the line that the audit must name; what follows `# here: ` or `# says: ` is in the report.
 """
 
 import re

@@ -26,8 +26,7 @@ def observed() -> Iterator[None]:
 
 def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
     """Run a case; give its ranks and the verdicts."""
-    needed = NEEDS.get(case.style, "torch")
-    if importlib.util.find_spec(needed) is None:
+    if importlib.util.find_spec(needed := NEEDS.get(case.style, "torch")) is None:
         pytest.skip(f"{needed} is not installed")
     records = folder / "records"
     records.mkdir()
@@ -39,6 +38,7 @@ def audit(case: Case, folder: Path) -> tuple[Ranks, list[Verdict]]:
     assert not [e for rank in ranks for e in rank.all("error")]
     verdicts = judge(ranks, hung=False)
     assert ranks.failures == []
+    assert all(words in str(verdicts) for words in case.words()), verdicts
     return ranks, verdicts
 
 

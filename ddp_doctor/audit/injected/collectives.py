@@ -12,7 +12,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_frames, user_line
+from ddp_doctor.audit.injected.recorder import (
+    Foreign,
+    Recorder,
+    is_called_from,
+    user_frames,
+    user_line,
+)
 
 OPERATIONS = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "barrier"),
@@ -84,6 +90,9 @@ class Collectives:
             of=self.owner_of(first) if has_shape and self._num_records <= MAX_OWNED else "",
             line=frames[0][0],
             via=frames[0][2],
+            # WHY the thread: autograd has one of its own for each GPU
+            in_backward=threading.current_thread() is not threading.main_thread()
+            or is_called_from("torch/autograd/__init__.py"),
             # WHY via: in that forward a layer of a library may call them, such as FSDP's
             in_own_forward=frames[0][2] in OPERATIONS
             and any(n in ("_wrapped_call_impl", "apply") for *_, n in frames[1:]),

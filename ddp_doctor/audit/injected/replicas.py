@@ -66,6 +66,7 @@ class Replicas:
             Hook(wraps, f"{ddp}.__init__", after=self._note_made),
             Hook(wraps, f"{ddp}.forward", self._begin_forward, self._end_forward),
             Hook(wraps, f"{ddp}.no_sync", self._note_no_sync),
+            Hook(wraps, f"{ddp}.register_comm_hook", record("comm_hook")),
             Hook(join, "Join.__enter__", record("join")),
             Hook(join, "Join.__exit__", record("joined")),
             Hook(modules, "Module.load_state_dict", record("load")),
