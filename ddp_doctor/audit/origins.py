@@ -132,6 +132,18 @@ def unfreezing_line(file: str) -> str:
     return next(reversed(_lines(file, unfreezes)), "")
 
 
+def unwrapping_line(files: Sequence[str]) -> str:
+    """Give the assignment that puts a model's module in its place, or the only one of a module."""
+    found: list[tuple[bool, str]] = []
+    for file in files:
+        for target, value in assignments(nodes_of(file)):
+            if re.search(r"\.module\b(?!\.)|'module'|unwrap_model", ast.unparse(value)):
+                is_same = last_name(target) in names_in(value)
+                found.append((is_same, f"{file}:{target.lineno}"))
+    lines = [line for is_same, line in found if is_same] or [line for _, line in found]
+    return lines[0] if len(lines) == 1 else ""
+
+
 def own_loss_line(place: str) -> str:
     """Give the line of a trainer's compute_loss() that makes the loss, in the file of a line."""
     file = _lines_of(place)[0]

@@ -9,11 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from ddp_doctor.audit.origins import change_line, made_line, set_line, unfreezing_line
+from ddp_doctor.audit.origins import (
+    change_line,
+    made_line,
+    set_line,
+    unfreezing_line,
+    unwrapping_line,
+)
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
 MAX_NAMED = 3
+_OF_DDP = {"sync": "averaged", "no_sync": "under no_sync()", "bypass": "past DDP"}
+"""What a DDP object that is alive does in a backward."""
 
 
 def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
@@ -149,6 +157,9 @@ def _not_averaged(
     elif not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
         line = made_line(optimizer["line"]) or optimizer["line"] or line
+    elif counts.get("all") and not any(counts.get(kind) for kind in _OF_DDP):
+        why = "the model was unwrapped: no DDP object is alive in this step"
+        line = unwrapping_line(ranks.files) or line
     elif group:
         why = f"DDP averages over the process group of the ranks {group['ranks']} alone"
         line = group["line"]
@@ -278,6 +289,5 @@ def _only_on_one(first: Rank, other: Rank, *kinds: str) -> str:
 
 
 def _told(counts: dict[str, int]) -> str:
-    names = {"sync": "averaged", "no_sync": "under no_sync()", "bypass": "past DDP"}
-    parts = [f"{counts[name]} {text}" for name, text in names.items() if counts.get(name)]
+    parts = [f"{counts[name]} {text}" for name, text in _OF_DDP.items() if counts.get(name)]
     return f"{counts.get('all', 0)} backwards" + (f", {', '.join(parts)}" if parts else "")
