@@ -148,7 +148,6 @@ def _not_averaged(
     calls = reducing_calls(first, optimizer)
     # WHY not those in backward: a hook of DDP makes them, in every step
     own = [c for c in calls if not (c["in_backward"] and first.all("ddp"))]
-    hooked = [c["ranks"] for c in calls if c["in_backward"] and c["t"] <= step["t"]][-1:]
     rare = _rare_steps(first, own)
     if calls and not first.all("ddp"):
         line = calls[-1]["line"]
@@ -180,18 +179,25 @@ def _not_averaged(
         files = [record["line"].rpartition(":")[0] for record in first.all("ddp")]
         switches = [set_line(file, "require_backward_grad_sync") for file in files]
         line = quiet or next(filter(None, switches), line)
-    elif hooked and other.number not in (hooked[0] or [other.number]):
-        why = f"the hook of DDP averages over the ranks {hooked[0]} alone"
-        line = next((record["line"] for record in first.all("comm_hook")), line)
     else:
-        why = "DDP averaged them, and then they were changed, not alike on all ranks"
-        line = _only_on_one(first, other, "clip") or step["line"]
+        why, line = _after_ddp(first, other, step, calls)
     averages = any(c["of"] == "weights" and c["t"] > first.all("step")[0]["t"] for c in calls)
     is_local = averages or bool(rare and first.all("ddp")) or has_local_steps(first, other)
     told = f"the gradients differ between ranks: {why}"
     told += "; the weights are averaged now and then (local SGD)" if is_local else ""
     facts = (seen, f"DDP in this step: {_told(counts)}")
     return Verdict("gradients-not-averaged", told, line, evidence=facts, softened=is_local)
+
+
+def _after_ddp(first: Rank, other: Rank, step: Record, calls: Sequence[Record]) -> tuple[str, str]:
+    """Say what made the gradients differ that DDP had in its hands, and at which line."""
+    hooked = [c["ranks"] for c in calls if c["in_backward"] and c["t"] <= step["t"]][-1:]
+    if hooked and other.number not in (hooked[0] or [other.number]):
+        places = [record["line"] for record in first.all("comm_hook")]
+        why = f"the hook of DDP averages over the ranks {hooked[0]} alone"
+        return why, next(filter(None, places), step["line"])
+    why = "DDP averaged them, and then they were changed, not alike on all ranks"
+    return why, _only_on_one(first, other, "clip") or step["line"]
 
 
 def _unknown(optimizer: Record, step: Record, other: Rank) -> list[int]:
