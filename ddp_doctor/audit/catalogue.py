@@ -38,7 +38,8 @@ same-samples: several ranks train on the same samples
 samples-overlap: the ranks' shares of an epoch overlap
     use one DistributedSampler on all ranks, with the same seed, and no shuffle=True besides
 samples-missing: no rank uses some of the samples
-    leave num_replicas and rank of DistributedSampler to the process group
+    leave num_replicas and rank of DistributedSampler to the process group; give Accelerate's
+    prepare() a loader without a DistributedSampler
 samples-repeated: each worker of the DataLoader gives the whole dataset
     split it in __iter__ by torch.utils.data.get_worker_info(), and by rank
 same-order: all epochs have the same order

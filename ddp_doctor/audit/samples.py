@@ -208,11 +208,13 @@ def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
     missing = size - len(used)
     is_wrong = declared is not None and declared != ranks.world_size
     if is_split and is_wrong and missing > ranks.world_size * first.batch_size:
-        told = f"{missing} of {size} samples are used by no rank: the sampler splits for "
-        told += f"{declared} ranks, and there are {ranks.world_size}"
+        told = f"{missing} of {size} samples are used by no rank: "
+        why = f"the sampler splits for {declared} ranks, and there are {ranks.world_size}"
+        if first.about["is_split_twice"]:
+            why = "they are split twice: by DistributedSampler and by prepare()"
         place, line = place_of(first.about), first.about["line"]
         seen = f"{len(used)} samples used in pass {first.about['number']}"
-        yield Verdict("samples-missing", told, place, seen_at=line, evidence=(seen,))
+        yield Verdict("samples-missing", told + why, place, seen_at=line, evidence=(seen,))
 
 
 def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:

@@ -1,13 +1,13 @@
 """Programs that audit is tested on: those of the benchmark that its rules were tuned on, and more.
 
-programs.txt has edits of the benchmark's style "plain", for kinds of programs and mistakes that are
-not among those: `=== healthy: name` or `=== mistake: name: code`, and for each edit `@@`, the lines
-that go, after -, and those that come, after +. A line that ends with \\ is a part of one. `# here`
-stands on the line that the audit must name; what follows `# here: ` or `# says: ` is in the report.
+programs.txt has edits of the benchmark's style "plain", or "in" another, for what it does not have:
+`=== healthy: name` or `=== mistake in style: name: code`, and for each edit `@@`, the lines that
+go, after -, and those that come, after +. A line that ends with \\ is a part of one. `# here` is on
+the line that the audit must name; what follows `# here: ` or `# says: ` is in the report.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.audit_cases import first, third
@@ -23,13 +23,8 @@ OF_THE_FIRST = ("same-file", "scaled-by-world-size")
 """What the first lot shows in other styles, by the same records."""
 
 
-def plain(name: str, edits: Sequence[Edit] = (), *codes: str) -> Case:
-    return Case(name, "plain", edits, codes)
-
-
 def side_of(edit: str, sign: str) -> str:
-    lines = [line[1:] for line in edit.splitlines(keepends=True) if line[0] == sign]
-    return "".join(lines).replace("\\\n", "")
+    return "".join(t[1:] for t in edit.splitlines(True) if t[0] == sign).replace("\\\n", "")
 
 
 def read_cases(wanted: str) -> Iterator[Case]:
@@ -38,9 +33,10 @@ def read_cases(wanted: str) -> Iterator[Case]:
     for part in re.split(r"^=== ", text, flags=re.M)[1:]:
         title, *edits = re.split(r"^@@\n", part, flags=re.M)
         kind, name, *codes = title.rstrip("\n").split(": ")
+        kind, style = f"{kind} in plain".split(" in ")[:2]
         pairs = [tuple(side_of(edit, sign) for sign in "-+") for edit in edits]
         if kind == wanted:
-            yield plain(name, pairs, *codes)
+            yield Case(name, style, pairs, codes)
 
 
 HEALTHY = (*(c for c in first.HEALTHY if c.edits or c.style in NO_MISTAKE), *read_cases("healthy"))

@@ -13,7 +13,7 @@ from ddp_doctor.audit.command import judge
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
 from tests.audit.observed_server import run_observed
-from tests.audit.programs import HEALTHY, LOOP, MISTAKES, WRAP, plain
+from tests.audit.programs import HEALTHY, LOOP, MISTAKES, WRAP
 from tests.harness.ranks import another_server, run_ranks
 
 
@@ -75,7 +75,7 @@ def test_a_planted_mistake_is_found_on_its_line(case: Case, tmp_path: Path) -> N
 def test_a_slow_rank_and_a_needless_search_for_unused_parameters_are_advice(tmp_path: Path) -> None:
     slow = (LOOP, f"{LOOP}            import time; time.sleep(0.02 * rank)\n")
     search = (WRAP, "    model = DDP(net, find_unused_parameters=True)\n")
-    ranks, verdicts = audit(plain("slow", (slow, search)), tmp_path)
+    ranks, verdicts = audit(Case("slow", "plain", (slow, search)), tmp_path)
     by_code = {v.code: v for v in verdicts if not v.is_mistake}
     assert "rank 1 is slow" in by_code["slow-rank"].sentence
     assert "find-unused-needless" in by_code

@@ -89,8 +89,9 @@ class Loaders:
         own = batch_sampler if hasattr(batch_sampler, "epoch") else sampler
         inner = getattr(batch_sampler, "sampler", own)
         replicas = getattr(inner, "num_replicas", getattr(batch_sampler, "num_processes", None))
-        sharded = getattr(getattr(batch_sampler, "batch_sampler", None), "sampler", None)
-        if replicas and sharded is not None and hasattr(sharded, "num_replicas"):  # by Accelerate
+        sharded: Foreign = getattr(getattr(batch_sampler, "batch_sampler", None), "sampler", None)
+        is_split_twice = bool(replicas) and hasattr(sharded, "num_replicas")  # by Accelerate, too
+        if is_split_twice:
             replicas *= sharded.num_replicas
         self._recorder.emit(
             "pass",
@@ -104,6 +105,7 @@ class Loaders:
             has_set_epoch=any(hasattr(s, "set_epoch") for s in (inner, sampler, dataset)),
             drop_last=bool(getattr(inner, "drop_last", False)),
             replicas=replicas,
+            is_split_twice=is_split_twice,
             workers=loader.num_workers,
             reader=place_of(type(dataset), "__getitem__") or place_of(type(dataset), "__iter__"),
             by_user=frames[0][2] == "__iter__",
