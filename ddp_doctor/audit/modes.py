@@ -14,6 +14,9 @@ ENOUGH = 2
 LOST = [True, False, False]
 """Modes of steps in a row: one step alone may be meant so."""
 
+FEWEST_STEPS = 4
+"""Steps in the mode of evaluation, from which on it counts as the only one."""
+
 _JOINING = frozenset(("all_reduce", "reduce", "all_gather", "gather", "all_gather_object")).union(
     ("gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
     ("all_gather_single", "reduce_scatter_single"),
@@ -51,7 +54,7 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
 
 
 def _lost_mode(rank: Rank) -> Iterator[Verdict]:
-    """Yield a model that was in train mode at first, and trains on in the mode of evaluation."""
+    """Yield a model that trains on in the mode of evaluation, or, as advice, in no other."""
     for number in {step["o"] for step in rank.all("step")}:
         steps = [s for s in rank.all("step") if s["o"] == number and s["trains"] is not None]
         modes = [step["trains"] for step in steps]
@@ -64,6 +67,13 @@ def _lost_mode(rank: Rank) -> Iterator[Verdict]:
             seen = f"{sum(modes)} of {len(modes)} steps trained in train mode"
             yield Verdict("train-mode-lost", told, place, seen_at=line, evidence=(seen,))
             return
+        if len(modes) >= FEWEST_STEPS and not any(modes):
+            told = "no step is in train mode: dropout is off, and BatchNorm's statistics stand "
+            told += "still; unless that is meant, model.train() is missing before the training"
+            place, line = steps[0]["eval_line"], steps[0]["backward_line"]
+            facts = (f"{len(modes)} steps trained in the mode of evaluation",)
+            code = "train-mode-lost"
+            yield Verdict(code, told, place, seen_at=line, evidence=facts, softened=True)
 
 
 def _noise(ranks: Ranks) -> Iterator[Verdict]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from benchmarks.audit_cases import first, third
 from benchmarks.audit_cases.case import Case
 
-Edit = tuple[str, str]
 WRAP = "    model = DDP(net)\n"
 LOOP = "        for x, y in loader:\n"
 NO_MISTAKE = ("joined", "contrastive", "accelerate", "fabric", "lightning", "trainer")

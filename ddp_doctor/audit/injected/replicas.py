@@ -30,12 +30,13 @@ class Replica:
         self.is_inside = False
         """Its forward runs at this moment."""
 
-        self.has_modes = any(
-            "BatchNorm" in type(m).__name__
-            or ("Dropout" in type(m).__name__ and getattr(m, "p", 1))
+        self.with_modes = [
+            m
             for m in ddp.module.modules()
-        )
-        """It has layers that behave otherwise in train mode."""
+            if "BatchNorm" in type(m).__name__
+            or ("Dropout" in type(m).__name__ and getattr(m, "p", True))
+        ]
+        """The layers that behave otherwise in train mode."""
 
         self.trainable = {id(p) for p in ddp.parameters() if p.requires_grad}
         """When it was made: it averages no other gradients, ever."""
@@ -50,6 +51,7 @@ class Replicas:
     def __init__(self, recorder: Recorder, loaders: Loaders) -> None:
         self._recorder, self._loaders = recorder, loaders
         self._all = weakref.WeakKeyDictionary[Foreign, Replica]()
+        self._eval_at = weakref.WeakKeyDictionary[Foreign, str]()
         self._is_watching = False
         self.forward_line = self.eval_line = ""
         self.made_at: dict[int, str] = {}
@@ -73,7 +75,8 @@ class Replicas:
             Hook(modules, "Module.eval", self._trained, self._note_eval),
         ]
 
-    def _trained(self, *args: Any) -> list[Foreign]:
+    def _trained(self, module: Foreign) -> list[Foreign]:
+        self._eval_at[module] = user_line()
         return [ddp for ddp in self.living() if ddp.module.training]
 
     def _note_eval(self, trained: list[Foreign], *args: Any) -> None:
@@ -164,6 +167,8 @@ class Replicas:
             register = torch.nn.modules.module.register_module_parameter_registration_hook
             register(self._recorder.guarded(self._note_parameter))
         self._all[ddp] = Replica(ddp)
+        if not ddp.module.training:
+            self.eval_line = self._eval_at.get(ddp.module) or user_line()
         norms = [type(module).__name__ for module in ddp.module.modules()]
         self._recorder.emit(
             "ddp",
@@ -183,9 +188,9 @@ class Replicas:
         if replica := self._all.get(ddp):
             replica.is_inside = True
             replica.is_ready |= has_grad and ddp.require_backward_grad_sync
-            if has_grad and replica.has_modes:
-                window.trains = bool(ddp.module.training)
-            if not has_grad and replica.has_modes and ddp.module.training:
+            if has_grad and replica.with_modes:
+                window.trains = any(m.training for m in (ddp.module, *replica.with_modes))
+            if not has_grad and replica.with_modes and ddp.module.training:
                 self._note_quiet_mode()
         if window.is_sampled and has_grad and len(window.inputs) < 16:
             if not window.inputs and not self._loaders.states:
