@@ -73,6 +73,17 @@ def user_line(frame: FrameType | None = None) -> str:
     return next(user_frames(frame or sys._getframe(1)))[0]
 
 
+def given_numbers() -> Iterator[tuple[str, list[float]]]:
+    """Yield FILE:LINE of each frame outside libraries, and the numbers that its function got."""
+    for frame in _stack():
+        code = frame.f_code
+        if not is_library(code.co_filename):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            values = [frame.f_locals.get(name) for name in names]
+            numbers = [value for value in values if isinstance(value, int | float)]
+            yield f"{code.co_filename}:{frame.f_lineno}", numbers
+
+
 def model_line() -> str:
     """Give FILE:LINE where the user calls the model that the current line is inside of."""
     calls = [f for f in _stack() if f.f_code.co_name in ("_wrapped_call_impl", "_call_impl")]

@@ -4,6 +4,7 @@ A sampled step has fingerprints of all gradients and parameters. The first ones 
 every 2^k-th: a power of two, so that ranks with other costs have sampled steps in common.
 """
 
+import itertools
 import sys
 import time
 import weakref
@@ -21,6 +22,7 @@ from ddp_doctor.audit.injected.recorder import (
     Hook,
     Recorder,
     Window,
+    given_numbers,
     is_called_from,
     user_frames,
     user_line,
@@ -138,7 +140,8 @@ class Training:
             self._zero_line = user_line()
 
     def _note_planned(self, schedule: Foreign, *args: Any, **kwargs: Any) -> None:
-        self._planned[schedule] = {"line": user_line(), "steps": 0, "horizon": 0}
+        calls = list(given_numbers())
+        self._planned[schedule] = {"line": user_line(), "calls": calls, "steps": 0, "horizon": 0}
         self._schedules.append(self._planned[schedule])
 
     def _note_schedule(self, token: Foreign, result: Foreign, schedule: Foreign) -> None:
@@ -152,7 +155,7 @@ class Training:
             plan["horizon"] = plan["horizon"] or horizon_of(schedule)
 
     def schedules(self) -> list[dict[str, Foreign]]:
-        return [plan for plan in self._schedules if plan["horizon"]]
+        return [plan | {"line": _planned_at(plan)} for plan in self._schedules if plan["horizon"]]
 
     def _note_made(self, token: Foreign, result: Foreign, optimizer: Foreign) -> None:
         self._optimizers[optimizer] = Optimizer(user_line())
@@ -421,6 +424,16 @@ def horizon_of(schedule: Foreign) -> int:
             found += [function.__globals__.get(name) for name in code.co_names]
             found += [cell.cell_contents for cell in function.__closure__ or ()]
     return max((int(n) for n in found if type(n) in (int, float)), default=0)
+
+
+def _planned_at(plan: dict[str, Foreign]) -> Foreign:
+    """Give the line that chose a schedule's number of steps: the caller of a helper that got it."""
+    line = plan["line"]
+    for (_, numbers), (caller, _) in itertools.pairwise(plan["calls"]):
+        if plan["horizon"] not in numbers:
+            break
+        line = caller
+    return line
 
 
 def drawn_since(states: list[Foreign]) -> str:
