@@ -16,6 +16,7 @@ from ddp_doctor.audit.source_rules import assignments, called, last_name, names_
 _DRAWS = frozenset(("randn", "randn_like", "rand", "rand_like", "randint", "randint_like")).union(
     ("normal_", "uniform_", "bernoulli", "bernoulli_", "normal", "random_", "exponential_")
 )
+_SHUFFLE = re.compile(r"((np\.|numpy\.)?random\.(shuffle|sample|permutation)|torch\.randperm)\(")
 _ONE = ("1", "()", "[]", "(1,)", "[1]")
 """Sizes of a decision, which ranks may share."""
 
@@ -134,12 +135,12 @@ def unfreezing_line(file: str) -> str:
 
 def unwrapping_line(files: Sequence[str]) -> str:
     """Give the assignment that puts a model's module in its place, or the only one of a module."""
-    found: list[tuple[bool, str]] = []
-    for file in files:
-        for target, value in assignments(nodes_of(file)):
-            if re.search(r"\.module\b(?!\.)|'module'|unwrap_model", ast.unparse(value)):
-                is_same = last_name(target) in names_in(value)
-                found.append((is_same, f"{file}:{target.lineno}"))
+    found = [
+        (last_name(target) in names_in(value), f"{file}:{target.lineno}")
+        for file in files
+        for target, value in assignments(nodes_of(file))
+        if re.search(r"\.module\b(?!\.)|'module'|unwrap_model", ast.unparse(value))
+    ]
     lines = [line for is_same, line in found if is_same] or [line for _, line in found]
     return lines[0] if len(lines) == 1 else ""
 
@@ -176,6 +177,17 @@ def noise_line(file: str) -> str:
             if not is_own and not ast.unparse(node.func).startswith(("np.", "numpy.", "random.")):
                 return f"{file}:{node.lineno}"
     return ""
+
+
+def choice_line(place: str) -> str:
+    """Give the line of a sampler's __iter__ that shuffles without a seed, or else gives samples."""
+    file, number = _lines_of(place)
+    own = (n for n in nodes_of(file) if isinstance(n, ast.FunctionDef) and n.lineno == number)
+    nodes: list[Any] = [n for function in own for n in ast.walk(function)]
+    gives = [n.lineno for n in nodes if isinstance(n, ast.Return | ast.Yield | ast.YieldFrom)]
+    calls = [(n.lineno, ast.unparse(n)) for n in nodes if isinstance(n, ast.Call)]
+    draws = [line for line, text in calls if _SHUFFLE.match(text) and "generator=" not in text]
+    return f"{file}:{max(draws or gives)}" if draws or gives else ""
 
 
 def forward_cut_line(file: str) -> str:

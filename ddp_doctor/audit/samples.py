@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddp_doctor.audit.origins import call_line, epoch_line, loop_line, made_line, seed_line
+from ddp_doctor.audit import origins
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -92,7 +92,7 @@ def place_of(about: Record) -> str:
     if about["sampler"] == "_InfiniteConstantSampler":  # of an iterable dataset
         return str(about["reader"] or about["made"])
     is_given = about["sampler"] not in ("RandomSampler", "SequentialSampler")
-    return (is_given and made_line(about["made"], "sampler")) or str(about["made"])
+    return (is_given and origins.made_line(about["made"], "sampler")) or str(about["made"])
 
 
 def _are_same_set(x: Pass, y: Pass) -> bool:
@@ -145,7 +145,11 @@ def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Ver
     ):
         own, others = set(mine.values()), set(yours.values())
         is_shared = len(own & others) > 0.05 * len(own)
-        split = call_line(ranks.files, {"random_split", "train_test_split"}) if is_shared else ""
+        split = (
+            origins.call_line(ranks.files, {"random_split", "train_test_split"})
+            if is_shared
+            else ""
+        )
         code = "samples-overlap" if is_shared else "samples-missing"
         told = "the sampler splits over the ranks what is other data on each of them: "
         told += "some samples come twice, and others never" if is_shared else "it is split twice"
@@ -190,7 +194,7 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
     if is_much and is_varied and not replaces:
         told = f"ranks {a} and {b} share samples within one epoch: the loader is not split over "
         told += "the ranks"
-        place, line = place_of(x.about), x.about["line"]
+        place, line = origins.choice_line(x.about["chooser"]) or place_of(x.about), x.about["line"]
         seen = f"{both} of {min(len(own), len(theirs))} samples are shared ({where})"
         yield Verdict("samples-overlap", told, place, seen_at=line, evidence=(seen,))
 
@@ -247,14 +251,14 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
     is_own = not about["has_set_epoch"] and about["base"] == "part"
     if is_in_order or is_own or not about["shuffles"]:
         return
-    other_call = next(filter(None, map(epoch_line, about["lines"])), "")
+    other_call = next(filter(None, map(origins.epoch_line, about["lines"])), "")
     why = "set_epoch(epoch) is not called"
     if not about["has_set_epoch"]:
         why, other_call = "its generator is seeded anew in each epoch", ""
     elif other_call:
         why = "this set_epoch() is of another sampler, or gets the same number in each epoch"
     told = f"two epochs have the same order, though the sampler shuffles: {why}"
-    place = other_call or loop_line(about["lines"]) or about["line"]
+    place = other_call or origins.loop_line(about["lines"]) or about["line"]
     seen = f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
     facts = (f"{seen}the same order ({about['sampler']})", f"loader: {about['made']}")
     yield Verdict("same-order", told, place, seen_at=about["line"], evidence=facts)
@@ -293,7 +297,7 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
             seed, line = own_seed(ranks), step["forward_line"]
             told = f"ranks {number} and {number + 1} train on the same batches: "
             told += f"{ranks.world_size} ranks do the work of one"
-            place = seed_line(seed["lines"]) if seed else line
+            place = origins.seed_line(seed["lines"]) if seed else line
             seen = f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal"
             yield Verdict("same-samples", told, place, seen_at=line, evidence=(seen,))
             return

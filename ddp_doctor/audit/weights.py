@@ -9,13 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from ddp_doctor.audit.origins import (
-    change_line,
-    made_line,
-    set_line,
-    unfreezing_line,
-    unwrapping_line,
-)
+from ddp_doctor.audit import origins
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.verdict import Verdict
 
@@ -124,9 +118,11 @@ def _unequal_start(
     if late := [made for a, b, in_ddp, made in weights if a != b and not in_ddp and made]:
         return late[0], "they were made after the DDP wrap, which knows nothing of them"
     if wrap := first.last("ddp"):
-        changed = change_line(wrap["line"], optimizer["line"])
+        changed = origins.change_line(wrap["line"], optimizer["line"])
         return changed, "they were changed after DDP made them equal"
-    return made_line(optimizer["line"]), "other seeds or files, and no DDP that makes them equal"
+    return origins.made_line(
+        optimizer["line"]
+    ), "other seeds or files, and no DDP that makes them equal"
 
 
 def _not_averaged(
@@ -155,20 +151,20 @@ def _not_averaged(
         why = f"this all-reduce {_fault_of(calls[-1]['ranks'], other, rare, left_out)}"
     elif not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
-        line = made_line(optimizer["line"]) or optimizer["line"] or line
+        line = origins.made_line(optimizer["line"]) or optimizer["line"] or line
     elif counts.get("all") and not any(counts.get(kind) for kind in _OF_DDP):
         why = "the model was unwrapped: no DDP object is alive in this step"
-        line = unwrapping_line(ranks.files) or line
+        line = origins.unwrapping_line(ranks.files) or line
     elif group:
         why = f"DDP averages over the process group of the ranks {group['ranks']} alone"
         line = group["line"]
     elif unknown and len(unknown) < len(optimizer["in_ddp"]):
         why = f"DDP does not know {names}: added, replaced or unfrozen after the wrap"
-        unfrozen = next(filter(None, map(unfreezing_line, ranks.files)), "")
+        unfrozen = next(filter(None, map(origins.unfreezing_line, ranks.files)), "")
         line = optimizer["made"][unknown[0]] or unfrozen or optimizer["line"] or line
     elif unknown:
         why = "the optimizer's parameters are not those that DDP wraps"
-        line = made_line(optimizer["line"]) or optimizer["line"] or line
+        line = origins.made_line(optimizer["line"]) or optimizer["line"] or line
     elif bare or (counts.get("bypass") and not counts.get("sync")):
         why = "the forward did not go through DDP: its inner module was called"
         line = bare or line
@@ -177,7 +173,7 @@ def _not_averaged(
     elif counts.get("ends_quiet"):
         why = "the last backward of the step ran under no_sync()"
         files = [record["line"].rpartition(":")[0] for record in first.all("ddp")]
-        switches = [set_line(file, "require_backward_grad_sync") for file in files]
+        switches = [origins.set_line(file, "require_backward_grad_sync") for file in files]
         line = quiet or next(filter(None, switches), line)
     else:
         why, line = _after_ddp(first, other, step, calls)

@@ -12,13 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ddp_doctor.audit.injected.recorder import (
-    Foreign,
-    Recorder,
-    is_called_from,
-    user_frames,
-    user_line,
-)
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, is_called_from, user_frames
 
 OPERATIONS = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "barrier"),
@@ -130,7 +124,7 @@ class Collectives:
         is_torch = "torch/distributed/" in name or "parallel/distributed.py" in name
         self._recorder.emit(
             "stall",
-            line=user_line(frame),
+            line=next(user_frames(frame))[0],
             function=function,
             # Python's threads of this process use CPU too: only an idle one surely waits
             is_idle=is_idle,

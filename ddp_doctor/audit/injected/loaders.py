@@ -107,6 +107,7 @@ class Loaders:
             replicas=replicas,
             is_split_twice=is_split_twice,
             workers=loader.num_workers,
+            chooser=place_of(type(inner), "__iter__") or place_of(type(batch_sampler), "__iter__"),
             reader=place_of(type(dataset), "__getitem__") or place_of(type(dataset), "__iter__"),
             by_user=frames[0][2] == "__iter__",
             line=line,
