@@ -84,9 +84,9 @@ class Collectives:
             of=self.owner_of(first) if has_shape and self._num_records <= MAX_OWNED else "",
             line=frames[0][0],
             via=frames[0][2],
-            # WHY the thread: autograd has one of its own for each GPU
-            in_backward=threading.current_thread() is not threading.main_thread()
-            or is_called_from("torch/autograd/__init__.py"),
+            # WHY the thread: autograd has one for each GPU, which Python did not start
+            in_backward=is_called_from("torch/autograd/__init__.py")
+            or "Dummy" in threading.current_thread().name,
             # WHY via: in that forward a layer of a library may call them, such as FSDP's
             in_own_forward=frames[0][2] in OPERATIONS
             and any(n in ("_wrapped_call_impl", "apply") for *_, n in frames[1:]),
