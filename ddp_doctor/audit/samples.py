@@ -145,11 +145,8 @@ def _other_data(passes: Sequence[dict[int, Pass]], ranks: Ranks) -> Iterator[Ver
     ):
         own, others = set(mine.values()), set(yours.values())
         is_shared = len(own & others) > 0.05 * len(own)
-        split = (
-            origins.call_line(ranks.files, {"random_split", "train_test_split"})
-            if is_shared
-            else ""
-        )
+        splits = {"random_split", "train_test_split"}
+        split = origins.call_line(ranks.files, splits) if is_shared else ""
         code = "samples-overlap" if is_shared else "samples-missing"
         told = "the sampler splits over the ranks what is other data on each of them: "
         told += "some samples come twice, and others never" if is_shared else "it is split twice"
