@@ -42,7 +42,15 @@ _NOTABLE = (
     *("error", "fail", "fatal", "abort", "cannot", "can't", "could not", "unable", "unknown"),
     *("denied", "invalid", "refused", "not found", "no such", "unsupported", "exceeded", "expired"),
     *("mismatch", "not supported", "not available", "not allowed", "not exist", "not set", ".so"),
-    *("please use", "nccl warn", ".cpp:", "training complete", "training finish", "finished train"),
+    *(
+        "store based barrier",
+        "please use",
+        "nccl warn",
+        ".cpp:",
+        "training complete",
+        "training finish",
+        "finished train",
+    ),
 )
 """What no entry knows, and may yet say more than what one knows: an answer that is not certain
 quotes the nearest of them."""
@@ -50,14 +58,14 @@ quotes the nearest of them."""
 _DULL = re.compile(
     r"deprecat|futurewarning|\b(?:no|0) errors?\b|error\w*['\"]?[=: ]+[\d.]+(?:[, ]|$)|^pc: @"
     r"|traceback \(|distributed.elastic|handle_error|writefailure|^ *file \"|^\S+ failed$"
-    r"|return \w+[(.]|currently unknown|socket\.cpp|omp_num_threads|nccl info .*plugin|=unknown"
+    r"|return \w+[(.]|(?:currently |\(|=)unknown|socket\.cpp|omp_num_threads|nccl info .*plugin"
     r"|some nccl operations|error executing job|errors might be asynch|find_unused_parameters="
     r"|^last error:$|/lib(?:c|pthread|python|stdc|torch)[\w.+-]*\.so"
 )
 _MAX_NOTABLE = 500
 _NO_ERROR = re.compile(r"distributed\.elastic| W tensorflow/")
 _RETRIED = re.compile(
-    r"\b[Rr]etry(?:ing)?\b(?! count)|Couldn't connect to the Hub"
+    r"\b(?:[Rr]etry(?:ing)?\b(?! count)|skipped\b)|Couldn't connect to the Hub"
     r"|^(?!.* (?:death signal|subset of ranks|closing signal \S*SIGHUP)).{,200}\bWARNING\b"
 )
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
@@ -205,9 +213,6 @@ class Collector:
         self._crash: Event | None = None
         """A crash whose stack may follow: of faulthandler, the innermost frame first."""
 
-        self._lists_ranks = False
-        """Whether Horovod names the ranks that are missing in the next lines: `6: [tensors]`."""
-
         self._tail = 0
         self._idle_lines = 0
         self.before_traceback = (0, b"")
@@ -295,10 +300,6 @@ class Collector:
 
     def _take_text(self, line: Line) -> None:
         text, stream = line.text, line.stream
-        if self._lists_ranks and (missing := re.match(r"(\d+): ?\[", text)):
-            text = line.text = f"Missing ranks: {missing[1]}"
-        else:
-            self._lists_ranks = text.endswith(("Stalled ranks:", "Missing ranks:"))
         if stream not in self._streams and len(self._streams) > _MAX_STREAMS:
             self._streams.clear()
             self._open.clear()
@@ -317,11 +318,8 @@ class Collector:
         if line.raw.startswith(_BOX) or is_source:
             return
         matches = self._matcher.find(text)
-        if was_message is not None and assembler.in_message is was_message:
-            # rich breaks long messages
-            matches = matches or self._matcher.find(was_message.raised.message.replace("\n", " "))
-            if matches:
-                self._add_to_exception(was_message, matches, line)
+        if matches and was_message is not None and assembler.in_message is was_message:
+            self._add_to_exception(was_message, matches, line)
         elif matches:
             self._add_message(matches[0], line)
         elif not assembler.is_open:
@@ -364,9 +362,6 @@ class Collector:
             cause, tier = BY_CODE["launch-rendezvous"], Tier.TIMEOUT  # the store, and no rank
         if cause is BY_CODE["data-missing-file"] and last.endswith("subprocess.py"):
             cause = BY_CODE["launch-command"]
-        removes = last.endswith("shutil.py") and raised.frames[-1].function.startswith("_rmtree")
-        if removes and cause is BY_CODE["data-missing-file"]:
-            cause = BY_CODE["checkpoint-many-writers"]  # another rank removes the same folder
         if cause is not None and re.search(r"[/\\]multiprocessing[/\\]", last):
             # WHY: its locks are files in /dev/shm, and it sends pickles to its processes
             others = {"checkpoint-disk-full": "memory-shm", "checkpoint-corrupt": "data-pickle"}
@@ -379,6 +374,8 @@ class Collector:
             # what a collective of objects brought was no pickle; NCCL has files in /dev/shm
             cause = None if cause is BY_CODE["checkpoint-corrupt"] else cause
             cause = BY_CODE["nccl-shm"] if cause is BY_CODE["checkpoint-disk-full"] else cause
+        if any(frame.function == "_exit_barrier" for frame in raised.frames):
+            tier = Tier.TEARDOWN  # this node was done, or had failed
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:
@@ -496,8 +493,9 @@ class Collector:
 def _is_of_launcher(raised: Raised) -> bool:
     """Whether a launcher says with it how a process ended; mp.spawn of old had no type for it."""
     if not raised.type:  # cut off
-        return raised.is_of_launcher
+        return raised.is_of_launcher or raised.is_of_parent
     is_of_spawn = raised.message.startswith("process ") and " terminated with " in raised.message
+    is_of_spawn |= raised.type == "Exception" and raised.is_of_parent  # of torch 1.0 to 1.5
     if raised.name == "CalledProcessError" and raised.frames:  # the program may start others, too
         started = [raised.headline, *(frame.file for frame in raised.frames)]
         return any(_LAUNCHES.search(text) for text in started)

@@ -18,7 +18,8 @@ _SUCCESS = re.compile(
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
     r"|model weights saved in (?!\S*(?:checkpoint|step|epoch))|completed successfully"
     r"|saved successfully\. ?You can now|finished: \d+ steps|job completed"
-    r"|exits successfully|exiting gracefully(?! after)|state(?:=|: )COMPLETED|finished training)"
+    r"|exits successfully|exiting gracefully(?! after (?:preempt|timeout|sig))"
+    r"|state(?:=|: )COMPLETED|finished training)"
     r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
 _DONE = re.compile(r"(?i)\W*(?:done|finished|completed?|success)\W*$")

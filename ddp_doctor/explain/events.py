@@ -12,6 +12,7 @@ from enum import IntEnum
 
 _ENTRIES = {"<module>", "_wrap", "_bootstrap", "_worker_loop", "_run_module_as_main", ""}
 _OF_TORCHRUN = ("distributed/launcher/api.py", "torch/distributed/run.py")
+_OF_PARENTS = ("torch/multiprocessing/spawn.py", "deepspeed/launcher/launch.py")
 _ENTRY_FILES = ("elastic/multiprocessing/errors/__init__.py", "multiprocessing/process.py")
 
 
@@ -77,8 +78,8 @@ class Cause:
     is_generic: bool = False
     """The message has many causes, so a specific one of the same tier comes first."""
 
-    is_likely: bool = False
-    """Other causes give this message, too, or no log says which remedy helps."""
+    most: str = "certain"
+    """As sure as its answer can be: likely or unknown, if other causes give this message, too."""
 
     or_else: str = ""
     """A second cause that gives the same message, and what tells the two apart."""
@@ -219,6 +220,12 @@ class Raised:
     def is_of_launcher(self) -> bool:
         """Whether torchrun itself raised it: the ranks may have failed before, for a cause."""
         return any(frame.file.endswith(_OF_TORCHRUN) for frame in self.frames)
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether a process raised it that started others, and only waits for them."""
+        last = self.frames[-1] if self.frames else None
+        return last is not None and last.file.endswith(_OF_PARENTS) and last.function != "_wrap"
 
     @property
     def own_frame(self) -> Frame | None:

@@ -3,10 +3,13 @@
 Owns torchrun's last block, and single lines of torchrun, spawn, srun and mpirun.
 """
 
+import math
 import re
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from ddp_doctor.explain.events import Line
 
@@ -35,10 +38,8 @@ _SINGLE = tuple(
         r"(?:exits with return code =|Process finished with exit code) (?P<status>-?\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)|non-zero (?:exit code\. Per|status, thus)",
         r"Container rank (?P<rank>\d+) status failed .*\] code (?P<status>-?\d+) log",
-        r"(?:\[rank: (?P<rank>\d+)\] )?Child process with PID (?P<pid>\d+) terminated with code "
+        r"(?:\[rank: (?P<local>\d+)\] )?Child process with PID (?P<pid>\d+) terminated with code "
         r"(?P<status>-?\d+)",
-        r'"torchelastic\.worker\.status\.FAILED".*"global_rank": (?P<rank>\d+)'
-        r'(?:.*"hostname": "(?P<host>[^"]+)")?',
     )
 )
 _CLOSED = re.compile(
@@ -73,6 +74,8 @@ class Exit:
     """torchrun calls it the first."""
 
     from_block: bool = False
+    at: float = math.nan
+    """When, in seconds of the host's clock, as torchrun's table says."""
 
 
 @dataclass(slots=True)
@@ -151,10 +154,12 @@ class ExitReader:
         rank = _RANK.match(values.get("rank", ""))
         status = _STATUS.match(values.get("exitcode", ""))
         if rank and status and self._line is not None:
-            self._line.time = values.get("time", "").replace("_", " ")
             found = {**rank.groupdict(), **status.groupdict(), "host": values.get("host")}
             ended = _exit_of(found, self._line, status=int(status["status"]))
             ended.is_root, ended.from_block = self._is_root, True
+            with suppress(ValueError):
+                at = datetime.fromisoformat(values.get("time", "").replace("_", " "))
+                ended.at = at.timestamp()
             self.exits.append(ended)
 
     def _add(self, match: re.Match[str], line: Line) -> None:
@@ -169,6 +174,8 @@ class ExitReader:
         if 129 <= status <= 159:  # a shell adds 128 to a signal's number
             status = 128 - status
         ended = _exit_of(found, line, status=status)
+        if "Child process with PID" in line.text and ended.local is None:
+            ended.local = line.rank  # Lightning counts those of the node
         self.exits += [replace(ended, task=task) for task in _tasks(found.get("tasks"))]
 
 

@@ -69,8 +69,10 @@ _FLAT = re.compile(
 _FLAT_ENDS = re.compile(
     r"(?<!:) (?=File \"|(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit): )"
 )
-_BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it)")
-_KILLED = ("]Killed", "sKilled", "已杀死", "Getötet", "arrêté", "Убито", "強制終了")
+_BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it| task/s)")
+_KILLED = re.compile(r"(?:Killed|已杀死|已殺死|Getötet|Processus arrêté|Убито|強制終了)$")
+"""What shells print of a killed process: alone, or behind a progress bar."""
+
 _PANEL = re.compile(r"^[│┃|]\s(.*?)\s*[│┃|]$")
 _MAX_PREFIXES = 8
 _MAX_UNKNOWN_PREFIX = 80
@@ -196,7 +198,7 @@ def _cut_bar(line: Line) -> None:
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
         cut = text.index("Traceback (most")
         line.before, line.text = text[:cut], text[cut:]
-    elif text.endswith(_KILLED):
+    elif _KILLED.search(text) and (_BAR.search(text) or _KILLED.match(text)):
         line.text = "Killed"
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)

@@ -213,10 +213,13 @@ def _unknown_headline(verdict: Verdict) -> str:
         who = f"rank {ended.rank}" if ended.rank is not None else ended.host
         how = f"{who}, {how}" if who else how
         before = [e.text.strip() for e in verdict.evidence if e.order < ended.line.order]
+        if not before and verdict.near:
+            return f"A process failed ({how}); this log has no traceback of it."
         if not before or before[0].endswith("Container failed !!!") or "Killing sub" in before[0]:
             return f"A process failed ({how}); this log does not say why: its output is not in it."
         return f"A process failed ({how}). {_shortened(before[0], 90)}"
-    told = verdict.evidence[0].text if verdict.evidence else "This log does not say what."
+    lines = verdict.evidence[:1] or verdict.near[-1:]
+    told = lines[0].text if lines else "This log does not say what."
     return f"Something failed. {_shortened(told.strip(), 120)}"
 
 
@@ -243,9 +246,9 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
         return UNKNOWN, "the log does not show what the rank that is waited for was doing"
     if root.tier == Tier.TIMEOUT:
         return LIKELY, "it is inferred from what the waiting ranks print"
-    if root.cause.is_generic and root.cause.cases:
-        return UNKNOWN, "this message has many causes, and none of those that are known is told"
-    if root.cause.or_else or root.cause.is_generic or root.cause.is_likely:
+    if root.cause.most == UNKNOWN:
+        return UNKNOWN, "this message has many causes, and does not tell which"
+    if root.cause.or_else or root.cause.is_generic or root.cause.most == LIKELY:
         return LIKELY, "this message has several causes"
     return CERTAIN, "the message has this cause only"
 

@@ -43,7 +43,7 @@ _MAX_LINES = 400
 """A traceback that has no end within so many lines of its stream was cut off."""
 
 _OTHER_RECORD = re.compile(
-    r"\[(?!\S*/gloo/)|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]"
+    r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]"
     r"|torch\.distributed\.elastic\.|(?:\S+: )?\w*Warning: |WARNING|Set the environment"
     r"|trainable params|wandb: |Abort\(|Killed$|[Ss]egmentation fault\b|\S+: line \d+: +\d+ [A-Z]"
 )
@@ -127,7 +127,9 @@ class Assembler:
 
     def cut_off(self) -> Found | None:
         """Give what there is of a traceback whose last line is missing."""
-        if not (self.num_open and (self.has_header or len(self.frames) > 2) and self.last_line):
+        of_rank = self.last_line is not None and self.last_line.rank is not None
+        is_at_end = of_rank and self.idle_lines < 2 < len(self.frames)  # else printed on purpose
+        if not (self.num_open and (self.has_header or is_at_end) and self.last_line):
             self._close()
             return None
         said = self.source if re.match(r"raise \w+\(.|assert ", self.source) else ""
@@ -166,8 +168,9 @@ class Assembler:
     def _inside(self, line: Line) -> Found | None:
         """Look for the last line: the exception itself."""
         text = line.text
-        self.idle_lines += 1
-        if self.idle_lines == 1 and text[:4] == "    " and self.frames:
+        is_mark = not text.strip("^~ ")  # Python's, below the source
+        self.idle_lines += not is_mark
+        if self.idle_lines == 1 and not is_mark and text[:4] == "    " and self.frames:
             self.source = text.strip()
         if self.idle_lines > _MAX_LINES:
             return self.cut_off()
@@ -191,11 +194,15 @@ class Assembler:
         self.before, self.link = raised, ""
         if not self.num_open:
             self._close()
-        self.in_message, self.message_lines, self.after_blank = found, 0, False
+        has_message = match["message"] is not None
+        self.in_message = found if has_message or raised.stated else None
+        self.message_lines, self.after_blank = 0, False
         return found
 
     def _is_type(self, name: str, message: str | None) -> bool:
         last = name.rpartition(".")[2]
+        if last.startswith("nccl"):  # a part of a message
+            return False
         if _TYPE_END.search(last):
             return True
         if "." in name and _CAMEL.match(last):
@@ -210,7 +217,8 @@ class Assembler:
         if not text.strip():
             self.after_blank = bool(raised.message)
         elif not _BAR.match(text):
-            is_other = bool(_OTHER_RECORD.match(text) or _GLOG.match(line.raw))
+            is_gloo = raised.message.endswith(":") and "/gloo/" in text[:80]
+            is_other = bool(_OTHER_RECORD.match(text) or _GLOG.match(line.raw)) and not is_gloo
             is_other |= self.after_blank and not text[:1].isspace()
             if self.message_lines > _MAX_MESSAGE_LINES or is_other:
                 self.in_message = None

@@ -36,7 +36,10 @@ _SILENT, _FINISHED = BY_CODE["stop-silent"], BY_CODE["lost-finished-rank"]
 _FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
 _NEAR, _MOST_NEAR, _AT_END = 60, 3, 12  # lines
-_MILD = re.compile(r"(?i)warn|info\b|\[[IW]\d|: W |not found|finish|succeed|step \d|epoch \d")
+_MILD = re.compile(
+    r"(?i)warn|info\b(?!.*store based)|\[[IW]\d|: W |not found|finish|succeed|step \d|epoch \d"
+    r"|\b0 (?:fail|err)|xfail|register cu|rebuil|back to|ignor|retry|tokens"
+)
 
 CERTAIN, LIKELY, UNKNOWN = "certain", "likely", "unknown"
 
@@ -110,7 +113,7 @@ def _near(verdict: Verdict, evidence: Evidence) -> list[Line]:
     if verdict.kind == "open":
         ends = {name: ending.last - _AT_END for name, ending in evidence.endings.items()}
         lines = [o for o in lines if o.number > ends.get(o.file, 0) and not _MILD.search(o.raw)]
-        return lines[-_MOST_NEAR:]
+        return [line for line in lines if not evidence.goes_well(line)][-_MOST_NEAR:]
     if verdict.root is None:
         lines = lines if verdict.kind == "unknown" else []
         return lines if len(lines) <= _MOST_NEAR else [*lines[:2], lines[-1]]
@@ -137,7 +140,8 @@ def _tell_case(verdict: Verdict) -> None:
     for expression, why, fix in cause.cases:
         if re.search(expression, "\n".join(said)):
             has_others = cause.is_generic or bool(cause.or_else)
-            cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="", cases=())
+            most = LIKELY if cause.most == UNKNOWN else cause.most
+            cause = replace(cause, why=why, fix=fix, is_generic=has_others, or_else="", most=most)
             root.cause = replace(cause, lightning="", accelerate="", trainer="")
             return
 
@@ -177,7 +181,8 @@ def _judge(evidence: Evidence) -> Verdict:
         return _unknown(evidence, events, total, root=root)
     # WHY not mpirun's own word: a launcher that was told to stop fails, too
     told = [ended for ended in failed if "non-zero" not in ended.line.text]
-    earlier = [e for e in told if e.status > 0 and e.line.order < root.line.order]
+    before = [e for e in told if e.status > 0 and e.line.order < root.line.order]
+    earlier = [ended for ended in before if not evidence.goes_well(ended.line)]
     is_echo = is_closing(root) and any(ended.status != _TERMINATED for ended in told)
     if is_echo or (root.code == "stop-cancelled" and earlier):
         return _unknown(evidence, events, total)
@@ -296,9 +301,12 @@ def _exit_events(evidence: Evidence) -> list[Event]:
 
 
 def _is_late(ended: Exit, exits: Sequence[Exit]) -> bool:
-    """Whether torchrun's table has another process of the host that failed earlier."""
+    """Whether torchrun killed it: another one of the host had failed half a minute before.
+
+    WHY not less: its times are when it looked, or when an exception was raised; it waits 30 s.
+    """
     table = [e for e in exits if e.from_block and e.status > 0 and e.host == ended.host]
-    return ended.from_block and any(e.line.time < ended.line.time for e in table)
+    return ended.from_block and any(25 <= ended.at - e.at < 100 for e in table)
 
 
 def _exit_event(ended: Exit, cause: Cause) -> Event:
@@ -459,6 +467,8 @@ def _unknown(
     guilty, alike = who(root, events, evidence, None) if root is not None else (None, ())
     exits = [ended for ended in evidence.exits.exits if ended.status != 0]
     roots = [ended for ended in exits if ended.is_root] or exits
+    if len({ended.host for ended in roots}) == 1 and all(ended.at > 0 for ended in roots):
+        roots = sorted(roots, key=lambda ended: ended.at)
     last = root.line if root is not None else evidence.error_line
     return Verdict(
         kind="unknown",
@@ -467,7 +477,7 @@ def _unknown(
         evidence=[last] if last is not None else [],
         first_exceptions=_first_exceptions(events),
         num_echoes=max(0, total - 1),
-        root_exit=min(roots, key=lambda ended: ended.line.time, default=None),
+        root_exit=roots[0] if roots else None,
         ranks_alike=alike,
     )
 
@@ -594,12 +604,17 @@ def who(
             return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
         by_itself = {e.rank for e in evidence.exits.exits if e.from_block and e.status > 0}
         heard = {e.rank for e in evidence.events}
-        cut = {e.rank for e in evidence.events if e.raised is not None and not e.raised.type}
+        cut = {event.rank for event in filter(_is_cut_off, evidence.events)}
         has_others = (None not in heard and by_itself - heard) or cut - {None, root.rank}
         if root.kind == "exception" and has_others:
             return Guilty(root.rank, host, UNKNOWN, "others failed, too, and do not say how"), ()
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
+
+
+def _is_cut_off(event: Event) -> bool:
+    """Whether it is a rank's traceback without its last line."""
+    return event.raised is not None and not event.raised.type and event.tier < Tier.LAUNCHER
 
 
 def _alike(root: Event, events: Sequence[Event]) -> tuple[int, ...]:
@@ -640,7 +655,14 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     is_blamed = root.cause is None or root.cause.accuses != Blame.NOBODY
     like = [e for e in evidence.events if (e.cause, e.kind) == (root.cause, root.kind)]
     num_raised = sum(e.count for e in like if e is root or not (e.is_weak or e.chained))
-    if len(own) == 1 and is_blamed and num_raised == 1 and root.tier == Tier.EXCEPTION:
+    has_cut = any(e.rank not in own for e in evidence.events if e is not root and _is_cut_off(e))
+    if (
+        len(own) == 1
+        and is_blamed
+        and num_raised == 1
+        and not has_cut
+        and root.tier == Tier.EXCEPTION
+    ):
         [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
     hosts = {event.host for event in evidence.events if event.cause is root.cause}

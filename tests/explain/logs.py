@@ -40,7 +40,7 @@ _LINES = Path(__file__).with_name("composed.txt").read_text(encoding="utf-8").sp
 LOGS = [Composed(*line.replace("\\n", "\n").split(" ", 2)) for line in _LINES]
 
 WITHOUT_LOG = {
-    **dict.fromkeys(["nccl-timeout", "collective-missing"], "timeouts() makes its logs"),
+    "nccl-timeout": "timeouts() makes its logs",
     **dict.fromkeys(["stop-silent", "lost-finished-rank", "memory-gpu-weights"], "short_logs.txt"),
     "nccl-aborted": "needs NCCL and GPUs, and a second failure",
     "killed-outside": "in no log: in the run folder, TestFiles",

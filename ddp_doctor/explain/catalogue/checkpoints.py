@@ -50,30 +50,29 @@ checkpoint-corrupt (likely): a file is incomplete, damaged or of another kind
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
-  /\[Errno 17\] File exists: / /\[Errno 39\] Directory not empty/
+  /\[Errno 17\] File exists: (?!'\/\w+'$)/ /\[Errno 17\] File exists: '\/\d+_\w+'/
+  /\[Errno 39\] Directory not empty/
   /No such file or directory: '[^']*(?:checkpoint|ckpt|tmp-)[^']*' -> '/
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
     of datasets: one process makes it first (main_process_first of Trainer and Accelerate).
-  case shared_memory\.py|exists: .\/\d+_\w+.$ => It is a block of shared memory: left by a run that
-    was killed, or each rank takes itself for the first one on its node => ls /dev/shm;
-    streaming.base.util.clean_stale_shared_memory() before the dataset; LOCAL_RANK and
-    LOCAL_WORLD_SIZE must be set (torchrun does).
+  case exists: .\/\d+_\w+. => It is a block of shared memory: left by a killed run, or each rank
+    takes itself for its node's first => ls /dev/shm;
+    streaming.base.util.clean_stale_shared_memory(); LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets.
   or_else: It is left over from an earlier run: then it is there before the start, too.
 
-checkpoint-disk-full: a disk or /dev/shm is full, or the quota is used up
+checkpoint-disk-full (likely): a disk or /dev/shm is full, or the quota is used up
   /^(?!.*file <.*torch_).*No space left on device(?!\. +joblib)/ /Disk quota exceeded/
+  /unexpected pos \d+ vs \d+/ /PytorchStreamWriter failed writing file \S+: file write failed/
   why: Nothing more can be written there
   fix: df -h, df -i and quota -s show which; keep fewer checkpoints (ModelCheckpoint(save_top_k=2),
     save_total_limit=2 of Trainer); TMPDIR and HF_HOME on a larger disk.
+  case unexpected pos|StreamWriter => Mostly a disk is full, or several ranks write the same file =>
+    df -h, df -i, quota -s; keep fewer checkpoints; write on rank 0 only.
+  case /dev/shm|[Mm]emory file system|/pymp-|/psm_|/sem\. => Shared memory (/dev/shm) is full =>
+    docker run --shm-size=8g or --ipc=host, an emptyDir of medium Memory; fewer workers.
 
-checkpoint-write-failed (generic): a checkpoint could not be written
-  /unexpected pos \d+ vs \d+/ /PytorchStreamWriter failed writing file \S+: file write failed/
-  why: Most often the disk is full, or the quota is used up
-  fix: df -h, df -i and quota -s; keep fewer checkpoints; write on rank 0 only.
-  or_else: Several ranks write the same file: the call is not under `if rank == 0`.
-
-checkpoint-permission: a path can't be written or read
+checkpoint-permission (likely): a path can't be written or read
   /^(?!.*mkdir -p failed).*\[Errno 13\] Permission denied:/ /\[Errno 30\] Read-only file system:/
   /Parent directory \S+ does not exist/
   why: Rights, a read-only mount, or a folder that is missing on this node
@@ -88,14 +87,13 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
 checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
   /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/ /CheckpointingException: /
   /global metadata read failed/ /assert metadata is not None/
-  /Missing key in checkpoint state_dict: /
+  /Missing key in checkpoint state_dict: / /with shape torch\.Size\(\[0\]\) from checkpoint/
   /used a DP world size of \d+ but the current world size is \d+/
-  /with shape torch\.Size\(\[0\]\) from checkpoint/ /Size mismatch between saved torch\.Size/
+  /Size mismatch between saved torch\.Size/
   why: A rank failed while saving, files of a node are not on the shared disk, the model has other
     names, another number of ranks saved it, or one saved its part alone
   fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:
-    torch.distributed.checkpoint.format_utils; DeepSpeed: zero_to_fp32.py, ds_to_universal.py for
-    another number of ranks, stage3_gather_16bit_weights_on_model_save.
+    torch.distributed.checkpoint.format_utils. DeepSpeed: zero_to_fp32.py; ds_to_universal.py.
   or_else: The traceback within it names another failure, as a full disk.
 """
 

@@ -31,8 +31,10 @@ data-pickle: an object can't be pickled
     model its hooks: lambdas, local functions, open files and locks can't be pickled
   fix: Define functions at the top of a module; functools.partial instead of lambda; open files
     lazily in __getitem__ and leave them out in __getstate__.
+  case not the same object => Its name leads to another object: it was defined twice, or a decorator
+    replaced it => Define it once, at the top of a module, under its own name.
 
-data-collate: the samples of a batch have different shapes or types
+data-collate (likely): the samples of a batch have different shapes or types
   /stack expects each tensor to be equal size, but got \[[^\]]*\] at entry \d+/
   /each element in list of batch should be of equal size/
   /Trying to resize storage that is not resizable/ /default_collate: batch must contain tensors/
@@ -46,27 +48,16 @@ data-target-range: a label or index is out of range
   fix: Labels from 0 to num_classes - 1; ignore_index for padding;
     model.resize_token_embeddings(len(tokenizer)); truncation to max_position_embeddings.
 
-data-label-type (generic): the labels have the wrong type for the loss
-  /expected scalar type Long but found \w+/ /expected target dtype to be Long/
-  /\"nll_loss\w*\" not implemented for '\w+'/
-  /result type Float can't be cast to the desired output type Long/
-  /Found dtype Long but expected Float/
-  why: cross_entropy needs int64 class numbers; BCE and MSE need floats
-  fix: labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
-
-data-target-shape (likely): the labels do not have the shape that the loss needs
-  /Expected input batch_size \(\d+\) to match target batch_size \(\d+\)/
-  /Target size \(torch\.Size\(.*\)\) must be the same as input size/
-  /0D or 1D target tensor expected, multi-target not supported/
-  why: Output and labels of one batch differ in number or dimensions
-  fix: cross_entropy: (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
-
 data-missing-file (generic): a file is not there
   /No such file or directory:/ /unable to open file <.*No such file/ /FileNotFoundError: /
   /Couldn't find (?:file|a dataset script) at /
   why: The path is not on this node, or another rank has not written it yet, or has removed it
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
+  case _rmtree => Another rank removes the same folder at the same time => if rank == 0: remove it,
+    then dist.barrier(); or shutil.rmtree(path, ignore_errors=True).
+  case \.so\b|torch_extensions => A compiled extension is not there: its build failed before, or
+    another rank builds it => Read the first error of the build further up; build it on one rank.
 
 data-bad-image (likely): a file of the dataset is broken
   /cannot identify image file / /LibsndfileError: (?!.*System error)/ /image file is truncated/
@@ -97,10 +88,9 @@ data-uneven (mismatch, accuses named): a rank had fewer batches, and Join ended 
 [Storage and downloads]
 
 data-storage: the storage had an error
-  /(?:\[Errno 5\]|failed with) Input/output error/
+  /(?:\[Errno 5\]|failed with) Input/output error/ /nfs: server \S+ not responding/ /LustreError: /
   /\[Errno \d+\] (?:Stale file handle(?!.*triton)|Remote I/O error|Host is down)/
-  /^(?!.*(?:gloo|ocket)).*Transport endpoint is not connected/ /nfs: server \S+ not responding/
-  /LustreError: / /blk_update_request: I/O error/
+  /^(?!.*(?:gloo|ocket)).*Transport endpoint is not connected/ /blk_update_request: I/O error/
   why: A disk or a network file system failed or was mounted anew while it was used
   fix: Check dmesg and the mount on that node; copy the data to a local disk; retry reads.
   or_else: It is full (df -h, quota -s): some file systems say it like this.
@@ -114,10 +104,10 @@ data-lock (likely): a file or database is locked by another process
 
 data-hub (likely): a server (a hub, a storage) refused, or could not be reached
   /We couldn't connect to '[^']+'/ /outgoing traffic has been disabled/ /LocalEntryNotFoundError/
-  /OfflineModeIsEnabled/ /HTTP Error \d+: /
+  /OfflineModeIsEnabled/ /HTTP Error \d+: / /urlopen error/ /GatedRepoError/
   /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
-  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/ /urlopen error/
-  /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/ /GatedRepoError/
+  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/
+  /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.

@@ -8,9 +8,9 @@ r"""The form in which the causes stand in the modules beside this one.
       lightning: what to do there instead
       case a regular expression => why => fix: in place of these, if the log says that, too
 
-What the fields mean is said in Cause; in brackets stand its tier, whether it is generic, or likely
-at most, and whom it accuses, as far as they are not the defaults. A line that begins with four
-blanks continues the one before; one that begins with two and # is a comment.
+What the fields mean is said in Cause; in brackets stand its tier, whether it is generic, what
+it claims at most, and whom it accuses, as far as they are not the defaults. A line that begins
+with four blanks continues the one before; one that begins with two and # is a comment.
 """
 
 import re
@@ -47,7 +47,7 @@ def _read_cause(head: str, parts: list[str]) -> Cause:
     if match is None:
         raise ValueError(f"no cause begins like this: {head!r}")
     marks = set(match["marks"].split(", ")) if match["marks"] else set()
-    if unknown := marks - {*_TIERS, *_BLAMES, "generic", "likely"}:
+    if unknown := marks - {*_TIERS, *_BLAMES, "generic", "likely", "unknown"}:
         raise ValueError(f"{match['code']}: nothing is known as {', '.join(sorted(unknown))}")
     cases = [part.removeprefix("case ").split(" => ") for part in parts if part[:5] == "case "]
     fields = dict(part.split(": ", 1) for part in parts if part[:5] != "case " and part[0] != "/")
@@ -58,7 +58,7 @@ def _read_cause(head: str, parts: list[str]) -> Cause:
         tier=next((_TIERS[mark] for mark in marks & _TIERS.keys()), Tier.EXCEPTION),
         blame=next((_BLAMES[mark] for mark in marks & _BLAMES.keys()), None),
         is_generic="generic" in marks,
-        is_likely="likely" in marks,
+        most=next((mark for mark in ("unknown", "likely") if mark in marks), "certain"),
         cases=tuple((said, why, fix) for said, why, fix in cases),
         **fields,
     )

@@ -6,11 +6,10 @@ _TEXT = r"""
 [gloo and connections]
 
 lost-peer (lost): the connection to another rank was lost
-  /Connection (?:reset|closed) by peer/ /Broken pipe/
-  /(?:recvValue|sendBytes|recvBytes|recvVector) failed on SocketImpl/
-  /[Ff]ailed to recv, got 0 bytes/ /Application timeout caused pair closure/
-  /Failed to check the \"should dump\" flag on TCPStore/ /[Cc]onnection was likely closed/
-  /DDP-G04\]/ /Failed to meet rendezvous/ /Horovod has been shut down/
+  /Connection (?:reset|closed) by peer/ /Broken pipe/ /[Ff]ailed to recv, got 0 bytes/ /DDP-G04\]/
+  /(?:recvValue|sendBytes|recvBytes|recvVector) failed on SocketImpl/ /Failed to meet rendezvous/
+  /Application timeout caused pair closure/ /Failed to check the \"should dump\" flag on TCPStore/
+  /[Cc]onnection was likely closed/ /Horovod has been shut down/
   /successfully reached monitoredBarrier, but received errors while waiting for (?:send/)?recv from/
   why: The rank at the other end ended, so this is a consequence: its log has the cause
   fix: Find the rank that ended first: torchrun --log-dir logs --tee 3. If it says nothing: killed.
@@ -24,14 +23,9 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
   case exit barrier => This node is done; another's agent still works, or ended => Read its log.
 
-gloo-barrier (timeout, accuses named): ranks did not reach a barrier in time
-  /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/
-  why: The named ranks did not reach it: they crashed, hang, are slow, or took another branch
-  fix: Read the end of their logs; py-spy dump them; the barrier must be reached by all ranks.
-
 gloo-connect (timeout): gloo could not connect all ranks
-  /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/
-  /Gloo connectFullMesh failed with / /timed out connecting: / /SO_ERROR: Connection refused/
+  /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/ /timed out connecting: /
+  /Gloo connectFullMesh failed with / /SO_ERROR: Connection refused/
   /connect \[[^\]]+\](?::\d+)?: (?:Connection refused|No route to host|Connection timed out)/
   why: gloo announces the address of the host's own name. If /etc/hosts maps it to 127.0.1.1, or it
     belongs to another network, the others can't connect; or a rank ended
@@ -47,9 +41,9 @@ gloo-interface (accuses nobody): gloo found no network interface that it can use
 
 gloo-unsupported (accuses nobody): gloo can't do this operation or type
   /Invalid scalar type/ /ProcessGroupGloo .*(?:not support|does not support)/
-  /Backend gloo does not (?:support|implement)/
+  /Backend gloo does not (?:support|implement)/ /Cannot use ReduceOp\.\w+ with Gloo/
   /does not support (?:reduce_scatter|alltoall\w*|_reduce_scatter_base)/
-  /argument \w+ not supported for the selected backend gloo/ /Cannot use ReduceOp\.\w+ with Gloo/
+  /argument \w+ not supported for the selected backend gloo/
   why: gloo has fewer operations and types than NCCL: no AVG, in some no bool
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
 

@@ -10,8 +10,8 @@ _TEXT = r"""
 [GPU faults]
 
 gpu-fell-off (hardware): a GPU fell off the bus
-  /GPU has fallen off the bus/
-  /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/ /GPU is lost(?:\.|$)/
+  /GPU has fallen off the bus/ /GPU is lost(?:\.|$)/
+  /Unable to determine the device handle for (?:GPU|gpu).*(?:lost|Unknown)/
   why: The driver lost the GPU on PCIe (Xid 79): power, heat, a bad slot or a dying card
   fix: %DRAIN%
 
@@ -22,8 +22,8 @@ gpu-ecc (hardware): a GPU's memory has an error that ECC can't correct
 
 gpu-node (hardware): a link between GPUs, a GPU's firmware or the node itself failed
   /Xid (?:\([^)]*\): ?)?(?:61|62|74|119|120|144|145|149|150|154)\b/ /SXid \([^)]*\)(?!.*Non-fatal)/
-  /(?:an|uncorrectable) NVLink error/
-  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/ /EDAC .* UE /
+  /an NVLink error was detected/ /uncorrectable NVLink error/ /EDAC .* UE /
+  /HW (?:Thermal|Power Brake) Slowdown(?! *:? *(?:Not|N\/A|0\b))/
   /mce: .*(?:[Ff]atal|[Uu]ncorrect|Machine Check.* Bank \d+: [abef])/
   /\[Hardware Error\]: .*(?:[Ff]atal|[Uu]ncorrect)/
   why: The driver or the kernel reports errors of the hardware: of an NVLink or NVSwitch link, of
@@ -57,6 +57,8 @@ gpu-assert: a CUDA kernel's check failed, most often of an index (device-side as
     a value outside of 0 to 1; multinomial: NaN. The line of Python is a later one
   fix: Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the tokenizer's
     length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right line.
+  case >= zero => BCELoss got a value outside of 0 to 1, or NaN => BCEWithLogitsLoss on what is
+    before the sigmoid; assert torch.isfinite(x).all() for its inputs and labels.
 
 gpu-illegal-access: a GPU kernel used an illegal address
   /an illegal memory access was encountered/ /CUDA error: misaligned address/
@@ -67,7 +69,7 @@ gpu-illegal-access: a GPU kernel used an illegal address
     (NVIDIA); torch.cuda.set_device(LOCAL_RANK); custom kernels (flash-attention, apex) off.
   or_else: If it moves with the node and not with the program, the GPU is broken.
 
-gpu-cublas (generic): cuBLAS failed
+gpu-cublas (generic, unknown): cuBLAS failed
   /CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)/
   /CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED)/
   why: An index out of range in an earlier kernel, shapes or types that do not fit, or a bug
@@ -75,20 +77,19 @@ gpu-cublas (generic): cuBLAS failed
   case ALLOC_FAILED|NOT_INITIALIZED => The GPU has no memory left for cuBLAS; rarely an earlier
     kernel failed => A smaller batch; nvidia-smi shows who uses this GPU; set_device(LOCAL_RANK).
 
-gpu-cudnn (generic): cuDNN (on AMD: MIOpen) failed
-  /cuDNN error: CUDNN_STATUS_\w+/ /Unable to find a valid cuDNN algorithm/
-  /(?:GET|FIND) was unable to find an engine/ /miopen(?:Status\w+|::Exception)/ /MIOpen Error: /
+gpu-cudnn (generic, unknown): cuDNN (on AMD: MIOpen) failed
+  /cuDNN error: CUDNN_STATUS_\w+/ /Unable to find a valid cuDNN algorithm/ /MIOpen Error: /
+  /(?:GET|FIND) was unable to find an engine/ /miopen(?:Status\w+|::Exception)/
   why: No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error
   fix: Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.
   case MIOpen => MIOpen found no kernel, or can't read or write its database, which ranks share =>
     MIOPEN_USER_DB_PATH and MIOPEN_CUSTOM_CACHE_DIR in a local folder per rank; the ROCm of torch.
 
 gpu-none (likely): torch sees no GPU
-  /ValueError: Cuda is not available\./ /No CUDA GPUs are available/
+  /ValueError: Cuda is not available\./ /No CUDA GPUs are available/ /your machine only has: \[\]/
   /CUDA driver initialization failed/ /Cannot access accelerator device when none is available/
   /no CUDA-capable device is detected/ /Found no NVIDIA driver on your system/
   /Torch not compiled with CUDA enabled/ /No supported gpu backend found!/
-  /your machine only has: \[\]/
   /CUDA unknown error - this may be due to an incorrectly set up environment/
   why: A build of torch without CUDA, no driver (or one in a bad state), no GPU given to this job or
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
@@ -117,11 +118,12 @@ gpu-driver-old: the driver does not fit torch's CUDA: mostly too old
     containers: an image for the host's driver. Error 804: no cuda-compat libraries; or reboot.
 
 gpu-arch: torch or an extension has no kernels for this GPU
-  /no kernel image is available for execution on the device/
-  /is not compatible with the current PyTorch installation/ /CUDA error: invalid device function/
-  /CUDA capability sm_\d+/
+  /no kernel image is available for execution on the device/ /CUDA error: invalid device function/
+  /is not compatible with the current PyTorch installation/ /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
+  case HIP error => This build of torch has no kernels for this AMD GPU => torch for its ROCm; on
+    consumer cards HSA_OVERRIDE_GFX_VERSION of the nearest one; PYTORCH_ROCM_ARCH for extensions.
 
 gpu-busy (likely): the GPU takes no new work: in use, or in a bad state
   /CUDA-capable device(?:s|\(s\)) (?:is\/)?are busy or unavailable/
@@ -136,7 +138,7 @@ gpu-fork: CUDA was used in a forked process
   why: The parent used CUDA before it forked a DataLoader worker, or another process
   fix: Dataset on the CPU; no CUDA before the fork; multiprocessing_context='spawn', or torchrun.
 
-gpu-cuda-error (generic): a CUDA call failed
+gpu-cuda-error (generic, unknown): a CUDA call failed
   /CUDA error: [a-zA-Z][^\n]+/ /CUDA driver error: [a-zA-Z]/
   why: It is told at a later call: the line that is named may be innocent
   fix: Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.
@@ -146,8 +148,8 @@ gpu-cuda-error (generic): a CUDA call failed
     CUDA_LAUNCH_BLOCKING=1, compute-sanitizer; Xid in dmesg; custom kernels off; else the GPU.
   case error: unknown error => The driver is in a bad state => nvidia-smi and dmesg; or reboot.
   case error: invalid (?:resource handle|device context|argument) => A tensor, stream or event of
-    one GPU was used on another, or a kernel was started with numbers out of range =>
-    torch.cuda.set_device(LOCAL_RANK) before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
+    one GPU was used on another, or a kernel got bad numbers => torch.cuda.set_device(LOCAL_RANK)
+    before all else; CUDA_LAUNCH_BLOCKING=1 for the right line.
 
 [Other accelerators, arithmetic exceptions]
 
@@ -159,7 +161,7 @@ accelerator-no-backend: the process group has no backend for tensors of this dev
   fix: xpu: init_process_group('xccl'), before torch 2.8 'ccl' with oneCCL's package; hpu, npu:
     'hccl' with the vendor's plug-in. mps has none: train on the CPU with gloo.
 
-accelerator-collectives (generic): the device's own library of collectives failed
+accelerator-collectives (generic, unknown): the device's own library of collectives failed
   /oneCCL: / /\|CCL_ERROR\| / /HCCL (?:function )?error in/ /EJ000[13]\b/
   /\w+ isn't implemented on backend \[\w+\]/ /what\(\): +Collective call returned error/
   why: oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its build does

@@ -120,15 +120,20 @@ graph-meta (generic): weights have no data: they are on the meta device, or shar
   fix: Load the weights before .to(device) or DDP(model), with no device_map; model.to_empty(device)
     only if all weights are loaded after it; ZeRO 3, FSDP: the weights stay where these put them.
 
-graph-shapes (generic): the shapes of two tensors do not fit
+graph-shapes (generic, unknown): the shapes of two tensors do not fit
+  /Expected input batch_size \(\d+\) to match target batch_size \(\d+\)/
+  /Target size \(torch\.Size\(.*\)\) must be the same as input size/
+  /0D or 1D target tensor expected, multi-target not supported/
   /mat1 and mat2 shapes cannot be multiplied \([\dx]+ and [\dx]+\)/
   /The size of tensor a \(\d+\) must match the size of tensor b \(\d+\)/
   /Given groups=\d+, weight of size .* expected input.* to have \d+ channels/
-  /shape '\[.*\]' is invalid for input of size \d+/
-  /Sizes of tensors must match except in dimension/ /Gather got an input of invalid size/
+  /shape '\[.*\]' is invalid for input of size \d+/ /Gather got an input of invalid size/
+  /Sizes of tensors must match except in dimension/
   /The expanded size of the tensor \(\d+\) must match the existing size/
   /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
+  case [Tt]arget => Output and labels of a batch differ in number or dimensions => cross_entropy:
+    (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
   case tensor [ab] \(0\) => A weight that is sharded (ZeRO 3, FSDP) was used outside of its module's
     forward => deepspeed.zero.GatheredParameters, summon_full_params or .full_tensor() around it.
   fix: Print the shapes before the line that is named; the last batch may be smaller (drop_last).

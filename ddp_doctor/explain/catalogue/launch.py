@@ -13,7 +13,7 @@ launch-environment (accuses nobody): the variables of a launcher are missing
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
 
 launch-port (accuses nobody, likely): a port is taken
-  /EADDRINUSE/ /^(?!.*(?:gloo|OFI|MPI|UCX)).*[Aa]ddress already in use/
+  /EADDRINUSE/ /error: 10048\b/ /^(?!.*(?:gloo|\bOFI\b|\bMPI[_D]|\bUCX)).*[Aa]ddress already in use/
   why: Another job on this node, or a process left over, listens there; or each rank starts a server
   fix: Another --master_port above 1024, on one node torchrun --standalone; `ss -ltnp | grep PORT`
     names the owner: end it if it is left over. srun: one launcher per node, since each opens it.
@@ -24,10 +24,10 @@ launch-port-refused (generic, accuses nobody): the port of the rendezvous can't 
   fix: --master_port from 1024 to 65535; the address of the node that has rank 0.
 
 launch-client-timeout (timeout): the address of another process could not be reached
-  /The client socket has (?:timed out|failed to connect to any network address)/
-  /connect\(\) timed out\. Original timeout/ /Ping failed, invalid value returned from server/
-  /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/
-  /failed to connect to [\w.-]+:\d+/ /No route to host/ /Network is unreachable/ /errno: 113\b/
+  /The client socket has (?:timed out|failed to connect to any network address)/ /No route to host/
+  /connect\(\) timed out\./ /Ping failed, invalid value returned from server/ /errno: 113\b/
+  /The IPv[46] network addresses of \([^,]+, \d+\) cannot be retrieved/ /Network is unreachable/
+  /failed to connect to [\w.-]+:\d+/
   why: The first node did not start or has another address, a firewall, or rank 0 ended already
   fix: On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's network
     (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); open the port; read rank 0's log first.
@@ -58,14 +58,13 @@ launch-rendezvous (timeout): torchrun's rendezvous failed
   fix: The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of the
     nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.
   case RendezvousClosed|num_nodes_waiting|^sync$ => The agent of another node, or the process with
-    the store, ended first => Read its log, and that of the node in --rdzv_endpoint; two jobs on one
-    node need two ports; a new start needs a fresh --rdzv_id.
+    the store, ended first => Read its log, and that of --rdzv_endpoint's node; two jobs on a node
+    need two ports; a new start a fresh --rdzv_id.
 
 launch-name (accuses nobody, likely): a host name can't be resolved
-  /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/
-  /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/
-  /^(?!.*ssh: ).*nodename nor servname provided, or not known/ /getaddrinfo failed/
-  /nslookup: can't resolve/
+  /^(?!.*HTTPS?Connection|.*ssh: ).*Name or service not known/ /getaddrinfo failed/
+  /^(?!.*HTTPS?Connection|.*ssh: ).*Temporary failure in name resolution/ /nslookup: can't resolve/
+  /^(?!.*ssh: ).*nodename nor servname provided, or not known/
   why: DNS or /etc/hosts of this node lacks it: MASTER_ADDR, the endpoint, or a download's server
   fix: Use the address, or a name that getent hosts finds on all nodes; Slurm:
     MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); a headless service.
@@ -144,8 +143,8 @@ launch-parallel-sizes (accuses nobody): the ranks can't be divided into the grou
 
 launch-rank-range (accuses nobody, likely): rank and world size contradict each other
   /more than one node have assigned same rank/ /rank \d+ of \d+ ranks has already checked in/
-  /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/
-  /[Ii]nvalid rank \d+, rank should be in the interval/ /Invalid rank requested : \d+\/\d+/
+  /(?:rank|Rank) \d+ .*(?:must be|is not|out of).*world[_ ]size/ /Invalid rank requested : \d+\/\d+/
+  /[Ii]nvalid rank \d+, rank should be in the interval/
   /world_size \(\d+\) (?:is not equal to|does not match)/
   why: RANK and WORLD_SIZE were set by hand, two share a rank, or the sampler differs
   fix: Let the launcher set them: torchrun --nnodes N --nproc_per_node M.
@@ -164,6 +163,8 @@ launch-arguments (generic, accuses nobody): the script refuses the arguments of 
   /ValueError: Some specified arguments are not used by the HfArgumentParser/
   why: A flag is misspelled or missing, or one of the launcher stands behind the script's name
   fix: Flags of torchrun come before the script's name, those of the script after it.
+  case arguments: (?!-)\S => A value was given to a flag that takes none, or a list was not quoted
+    => Drop the value (--flag, no true behind it), or quote what belongs together.
 
 launch-devices (accuses nobody): the number of processes is not what the program was told
   /You set `devices=[^`]+` in Lightning, but the number of tasks per node/
@@ -189,18 +190,20 @@ launch-notebook (accuses nobody): a notebook can't start the processes like this
     restart the kernel and touch CUDA inside of the started function only.
 
 launch-config (accuses nobody): settings were refused: a key or a value is wrong
-  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/
-  /Could not find the transformer layer class/ /Could not override '[^']+'/
-  /Key '[^']+' is not in struct/ /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/ /TOMLDecodeError: /
+  /yaml\.(?:scanner|parser|composer|constructor)\.\w+Error/ /Could not override '[^']+'/
+  /Could not find the transformer layer class/ /Key '[^']+' is not in struct/ /TOMLDecodeError: /
+  /(?:hydra|omegaconf)\.errors\.(?!Inst)\w+/
   /\b\d{1,6} validation errors? for \w*(?:Config|Arg|Param|Setting|Option)/
   why: A typing mistake, an indentation, or a key that this version lacks: the lines below name it
   fix: Correct what is named; hydra: +key=value adds a key; HYDRA_FULL_ERROR=1 shows the stack.
+  case transformer layer class => FSDP's settings name a class of layers that this model lacks =>
+    Set fsdp_transformer_layer_cls_to_wrap to a class that print(model) shows.
 
-launch-container (generic, accuses nobody): the container did not start, or has no GPU
-  /ErrImagePull/ /ImagePullBackOff/ /Back-off pulling image/
-  /could not select device driver .* with capabilities/ /nvidia-container-cli: /
-  /OCI runtime (?:create|exec) failed: / /pyxis: container start failed/
-  /(?:Create|Run)Container(?:Config)?Error/ /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
+launch-container (generic, accuses nobody, unknown): the container did not start, or has no GPU
+  /ErrImagePull/ /ImagePullBackOff/ /Back-off pulling image/ /nvidia-container-cli: /
+  /could not select device driver .* with capabilities/ /OCI runtime (?:create|exec) failed: /
+  /pyxis: container start failed/ /(?:Create|Run)Container(?:Config)?Error/
+  /\[ERROR\] (?:pyxis|enroot|runc)[^:]*:/
   why: There is no NVIDIA container toolkit, or a mount, an image or a right is missing
   fix: Read the lines below the message; check the mounts, and what the node has of them.
   case ImagePull|ErrImage|pulling image|manifest => The image could not be fetched => Its name and

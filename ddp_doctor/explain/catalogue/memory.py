@@ -11,8 +11,8 @@ _TEXT = r"""
 
 memory-gpu: the GPU ran out of memory
   /^(?!.*Failed to clone\(\))(?:.|\n)*(?:CUDA|[MNHX]PU|MPS backend) out of memory/
+  /cudaErrorMemoryAllocation/ /(?:torch\.|cuda\.)OutOfMemoryError/
   /RESOURCE_EXHAUSTED: .*(?:[Oo]ut of memory|OOM|hbm|Attempting to (?:reserve|allocate))/
-  /(?:torch\.|cuda\.)OutOfMemoryError/
   why: Activations grow with the batch; weights, gradients, AdamW's state take 16 bytes a parameter
   fix: Halve the batch and double gradient accumulation; autocast with bfloat16; activation
     checkpointing; map_location='cpu' when loading; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -49,9 +49,8 @@ memory-kernel-oom (killed): the kernel killed a process: out of memory
   fix: %HOST%
 
 memory-slurm-oom (killed): the scheduler killed processes for memory
-  /Detected \d+ oom[-_]kill event/ /Exceeded (?:job|step) memory limit/
-  /task [\d,-]+: Out Of Memory/ /TERM_MEMLIMIT/ /PBS: job killed: v?mem /
-  /memory usage exceeded request_memory/
+  /Detected \d+ oom[-_]kill event/ /Exceeded (?:job|step) memory limit/ /TERM_MEMLIMIT/
+  /task [\d,-]+: Out Of Memory/ /PBS: job killed: v?mem / /memory usage exceeded request_memory/
   why: The processes of this node used more memory than the job asked for
   fix: sbatch --mem=0 (all of the node) or a larger --mem; bsub -M, qsub -l mem=. %HOST%
 
@@ -60,33 +59,33 @@ memory-pod-oom (killed): the container was killed for memory (OOMKilled)
   why: All processes of the pod together used more than resources.limits.memory
   fix: Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, too. %HOST%
 
-memory-worker-killed (killed, accuses speaker): a DataLoader worker was killed, likely for memory
+memory-worker-killed (killed, accuses speaker, likely): a DataLoader worker was killed with SIGKILL
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Killed/
-  why: The kernel or the container ran out of memory and killed the worker with SIGKILL
+  why: Mostly the kernel or the container ran out of memory, and killed the largest process
   fix: %HOST%
 
 memory-host (likely): the host refused memory
   /(?:DefaultCPUAllocator: can't|not enough memory: you tried to) allocate/
-  /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/
-  /Unable to allocate [\d.]+ [KMGT]iB for an array/ /std::bad_alloc/
-  /\bMemoryError(?::|$| in DataLoader)/
+  /(?:\[Errno 12\]|from file <.*>:) Cannot allocate memory/ /std::bad_alloc(?!: cuda)/
+  /Unable to allocate [\d.]+ [KMGT]iB for an array/
+  /\bMemoryError(?::(?!.*cudaError)|$| in DataLoader)/
   why: The process asked for more than there is, or than ulimit -v, the container or, for very many
     small files, vm.max_map_count allows; a size beyond all reason: a wrong shape, a damaged file
   fix: %HOST%
 
 memory-shm: shared memory (/dev/shm) is full
-  /unable to allocate shared memory\(shm\) for file/
-  /unable to open shared memory object .*No space/ /unable to write to file <\/?torch_/
+  /unable to allocate shared memory\(shm\) for file/ /unable to write to file <\/?torch_/
+  /unable to open shared memory object .*No space/ /[Uu]nexpected bus error encountered in worker/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error/
   /unable to mmap \d+ bytes from file <\/?torch_[^>]*>(?!.*Cannot allocate)/
-  /[Uu]nexpected bus error encountered in worker/
   why: Workers hand their batches over through /dev/shm; a container has 64 MB by default
   fix: docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at /dev/shm;
     fewer workers; torch.multiprocessing.set_sharing_strategy('file_system').
 
 killed-sigkill (generic): a process was killed with SIGKILL
-  /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/ /died with <Signals\.SIGKILL: 9>/
-  /line \d+: +\d+ Killed\b/ /^Killed$/ /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
+  /Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)/ /died with <Signals\.SIGKILL: 9>/ /^Killed$/
+  /line \d+: +\d+ Killed\b/ /ligne ?:? ?\d+ ?: +\d+ Processus arrêté/
+  /Zeile ?:? ?\d+ ?: +\d+ Getötet/ /^(?:zsh: |\[\d+\] +\+? *\d+ )killed  /
   /exit (?:code|status):? *137\b/ /returned non-zero exit status -9\b/
   why: Nothing in the process can log that. Mostly memory was short; else the scheduler, or a person
   fix: If it was memory: %HOST%
@@ -94,9 +93,9 @@ killed-sigkill (generic): a process was killed with SIGKILL
 
 killed-segfault (generic): a process crashed in native code (SIGSEGV, or a damaged heap)
   /Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)/ /Fatal Python error: Segmentation fault/
-  /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/ /died with <Signals\.SIGSEGV/
-  /returned non-zero exit status (?:-11|3221225477)\b/ /\*\*\* SIGSEGV (?:\(@\w+\) )?received /
-  /\]: segfault at [0-9a-f]+ ip /
+  /`Segmentation fault` is detected by/ /[Ss]egmentation fault(?: +\((?:core dumped|11)\)|$|:)/
+  /died with <Signals\.SIGSEGV/ /returned non-zero exit status (?:-11|3221225477)\b/
+  /\*\*\* SIGSEGV (?:\(@\w+\) )?received / /\]: segfault at [0-9a-f]+ ip /
   /(?:free|alloc|chunk|consolidate)\(\): (?:invalid|corrupted|unaligned|double free|memory corr)/
   /double free or corruption/ /corrupted (?:size vs|double-linked)/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault/

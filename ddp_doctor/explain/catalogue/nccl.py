@@ -2,14 +2,13 @@
 
 from ddp_doctor.explain.catalogue.entries import read_families
 
-_DEBUG = "Run again with NCCL_DEBUG=INFO (WARN prints too little): the first NCCL WARN names it."
 _TEXT = r"""
 [NCCL: timeouts and connections]
 
 nccl-timeout (timeout): a collective of NCCL did not finish in time
   /Watchdog caught collective operation timeout: *(?:WorkNCCL\(|$)/
-  /Work WorkNCCL\(.* timed out in blocking wait/
-  /Timeout at NCCL work: \d+, last enqueued NCCL work/ /Timeout at collective: \w+, #\d+/
+  /Work WorkNCCL\(.* timed out in blocking wait/ /Timeout at collective: \w+, #\d+/
+  /Timeout at NCCL work: \d+, last enqueued NCCL work/
   /Received a dump signal due to a collective timeout from +(?:this local )?rank/
   why: The ranks that print this wait for one that did not come: it crashed, hangs, is slow (data,
     evaluation, a save on rank 0 alone), took another branch, or has fewer batches
@@ -21,27 +20,26 @@ nccl-timeout (timeout): a collective of NCCL did not finish in time
   trainer: TrainingArguments(ddp_timeout=3600)
   confirm: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give explain the dumps.
   case Timeout at NCCL work: 1\b|SeqNum=1\b|collective: \w+, #1\b => It is the group's first
-    collective, so nothing was exchanged yet: the GPUs can't reach each other, or a rank did not
-    come so far => NCCL_DEBUG=INFO; as a trial NCCL_P2P_DISABLE=1 (then IOMMU and ACS off); several
-    nodes: NCCL_SOCKET_IFNAME; read the log of a rank that prints nothing.
+    collective, so nothing was exchanged yet: the GPUs can't reach each other, or a rank is late =>
+    NCCL_DEBUG=INFO; as a trial NCCL_P2P_DISABLE=1 (then IOMMU, ACS off); nodes: NCCL_SOCKET_IFNAME;
+    read the log of a rank that prints nothing.
 
 collective-missing (timeout, accuses named): a rank did not reach a collective
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] finished collective #\d+.*but didn't join collective #\d+/
   /\[(?P<ranks>\d+(?:, ?\d+)*)\] didn't (?:join|enter) collective/
   /[Mm]issing ranks: \[?(?P<ranks>\d+(?:, ?\d+)*)/
+  /Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in \d+ ms/
   /submitted to be reduced, gathered or broadcasted by subset of ranks/
-  why: The report of the ranks' last collectives names it: it crashed, hangs, is slow, or branched
+  why: The report names it: it crashed, hangs, is slow, or branched
   fix: Read its log; py-spy dump. No collective under `if rank == 0`; equal numbers of batches.
 
 collective-mismatch (mismatch, likely): the ranks called different collectives
   /Impossible to apply the desired operation due to inadequate shapes/
-  /Detected mismatch between collectives on ranks/
-  /Mismatch between collective operation types across ranks/
-  /[Cc]ollective (?:mismatch|sequence mismatch)/
+  /Detected mismatch between collectives on ranks/ /[Cc]ollective (?:mismatch|sequence mismatch)/
+  /Mismatch between collective operation types across ranks/ /op\.preamble\.length <= op\.nbytes/
   /Received data size doesn't match expected size\. Is there a distributed collective mismatch/
-  /op\.preamble\.length <= op\.nbytes/ /Some ranks called different collectives/
-  /disagreement between rank\d+ and rank\d+:/ /Mismatched collective detected/
-  /Cannot apply desired operation due to shape mismatches/
+  /Some ranks called different collectives/ /disagreement between rank\d+ and rank\d+:/
+  /Mismatched collective detected/ /Cannot apply desired operation due to shape mismatches/
   why: At one point one rank ran another operation, or the same one with another size or type: a
     collective under a condition that differs, unequal batches, or sizes in all_gather
   fix: Take collectives out of conditions that differ between ranks; pad tensors to one length
@@ -81,8 +79,8 @@ nccl-shm (accuses nobody): NCCL could not use /dev/shm
     /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).
 
 nccl-missing (accuses nobody): NCCL was asked for on a torch or a machine without it
-  /Distributed package doesn't have NCCL built in/
-  /ProcessGroupNCCL is only supported with GPUs, no GPUs found/ /The NCCL backend requires GPUs/
+  /Distributed package doesn't have NCCL built in/ /The NCCL backend requires GPUs/
+  /ProcessGroupNCCL is only supported with GPUs, no GPUs found/
   /Backend nccl is not (?:available|supported)/
   why: This torch is a CPU build (or one for Windows or macOS), or no GPU is visible
   fix: gloo (on Windows always, or WSL); on Linux with a GPU: torch with CUDA, nvidia-smi.
@@ -91,6 +89,8 @@ nccl-wrong-device-tensor: a collective got a tensor on the wrong device
   /No backend type associated with device type (?:cpu|cuda)/ /Tensors must be CUDA and dense/
   why: A group of NCCL moves GPU tensors only, and one of gloo in some operations only the CPU's
   fix: tensor.to(device); or init_process_group('cpu:gloo,cuda:nccl'); torch.cuda.set_device first.
+  case nn/parallel/distributed\.py|_sync_module_states|_verify => The model is not on a GPU yet =>
+    torch.cuda.set_device(local_rank) and model.to(local_rank) before DDP(model), not behind it.
 
 nccl-store-get (timeout, accuses named): rank 0 did not announce its NCCL id
   /is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<ranks>\d+)\]/
@@ -140,16 +140,16 @@ nccl-ib-memory: InfiniBand could not lock memory
 
 nccl-interface (likely): NCCL found no network interface that it can use
   /Bootstrap : no socket interface found/ /NET/Socket : no (?:usable )?interface/
-  /NCCL_SOCKET_IFNAME does not match/
+  /NCCL_SOCKET_IFNAME does not match/ /Failed to initialize any NET plugin/
   /unable to find (?:any )?(?:suitable|matching) (?:network|interface)/
-  /Failed to initialize any NET plugin/ /ncclSocketInit: connecting to address .* neither AF_INET/
+  /ncclSocketInit: connecting to address .* neither AF_INET/
   why: NCCL_SOCKET_IFNAME or NCCL_NET names what this node does not have, or only loopback is up
   fix: `ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo); or unset them.
 
 nccl-connect (lost): NCCL could not connect to another rank
-  /Connect to \S+<\d+> failed/
-  /Call to connect returned (?:Connection refused|No route to host|Connection timed out)/
-  /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/ /connect to [\d.]+<\d+> returned/
+  /Connect to \S+<\d+> failed/ /socketPollConnect: .*(?:timeout|timed out|No route|exceeded)/
+  /Call to connect (?:returned|failed :) (?:Connection (?:refused|timed out)|No route to host)/
+  /connect to [\d.]+<\d+> returned/
   /Unresponsive receiver \(reachable by EFA device but handshake failed\)/
   why: The address that the other rank announced can't be reached: a firewall between the nodes, an
     interface of docker or of another network, or the other rank ended
@@ -158,38 +158,36 @@ nccl-connect (lost): NCCL could not connect to another rank
 
 [NCCL: general words and set-up]
 
-nccl-cuda-error (generic): a CUDA call inside NCCL failed
+nccl-cuda-error (generic, unknown): a CUDA call inside NCCL failed
   /ncclUnhandledCudaError: Call to CUDA function failed/
   /NCCL (?:error in: |failure |Error \d+: ).*unhandled cuda error/
   /NCCL WARN Cuda failure (?:\d+ )?'?[a-zA-Z]/
   why: CUDA failed in a call of NCCL: no memory left for its buffers, or an earlier kernel's error
-  fix: Leave 1 GB per GPU free (smaller batch); CUDA_LAUNCH_BLOCKING=1 finds an earlier kernel.
-  case 'invalid (?:arg|resource)|mapping of buf|peer => The GPUs could not open each other's memory,
-    or driver, CUDA and NCCL do not fit => NCCL_P2P_DISABLE=1, then NCCL_CUMEM_ENABLE=0, as a trial;
-    torch.cuda.set_device(LOCAL_RANK) before all else; a newer driver or NCCL.
-  case illegal|launch fail|assert => An earlier kernel failed, and NCCL met its error =>
-    CUDA_LAUNCH_BLOCKING=1 gives its line; Xid in dmesg.
-  confirm: %DEBUG%
+  fix: NCCL_DEBUG=INFO; leave 1 GB per GPU free (smaller batch); CUDA_LAUNCH_BLOCKING=1.
+  case 'invalid (?:arg|resource)|mapping of buf|\bpeer (?:access|mapping) => The GPUs could not open
+    each other's memory, or driver, CUDA and NCCL do not fit => NCCL_P2P_DISABLE=1 and
+    NCCL_CUMEM_ENABLE=0 as trials; torch.cuda.set_device(LOCAL_RANK) first; a newer driver.
+  case illegal memory|launch failure|device-side assert => An earlier kernel failed, and NCCL met
+    its error => CUDA_LAUNCH_BLOCKING=1 gives its line; Xid in dmesg.
 
-nccl-system-error (lost, generic, accuses nobody): a system call inside NCCL failed
+nccl-system-error (lost, generic, accuses nobody, unknown): a system call inside NCCL failed
   /ncclSystemError: System call \(e\.g\. socket, malloc\)/ /unhandled system error/
   /NCCL WARN Call to \w+ (?:returned|failed)/
   /NCCL WARN NET/OFI .*(?:Couldn't|Creating|completed with error|RC: -\d+|failed: )/
   why: A socket, shared memory or a plug-in failed; `Last error` or the first NCCL WARN says which
-  fix: Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. ulimit -l unlimited, -n 65536.
+  fix: NCCL_DEBUG=INFO. Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1. ulimit -l unlimited, -n
+    65536.
   case NET/OFI|\bEFA\b => The plug-in for AWS's network failed => A security group with all traffic
     from and to itself; FI_PROVIDER=efa, or tcp without EFA; a plug-in that fits this NCCL.
   case ibv_|NET/IB => A call of InfiniBand or RoCE failed => ibstat; NCCL_IB_HCA of one network,
     NCCL_IB_GID_INDEX; ulimit -l unlimited; NCCL_IB_DISABLE=1 as a trial.
   case shm|shared memory => /dev/shm is full or too small => docker run --shm-size=8g or --ipc=host.
-  confirm: %DEBUG%
 
 nccl-internal-error (lost, generic, accuses nobody): NCCL failed an internal check
   /ncclInternalError: Internal check failed/ /internal error.*NCCL (?:version|developers)/
   /NCCL Error \d+: internal error/
   why: Often the ranks see different GPUs or networks: a topology file, MIG, containers, a plug-in
   fix: Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.
-  confirm: %DEBUG%
 
 nccl-invalid-usage (generic, accuses nobody): NCCL was used in a way that it does not allow
   /ncclInvalidUsage: This usually reflects invalid usage of NCCL library/
@@ -197,12 +195,10 @@ nccl-invalid-usage (generic, accuses nobody): NCCL was used in a way that it doe
   /NCCL (?:error in|Error \d+): .*invalid (?:usage|argument)/
   why: Most often two ranks have the same GPU, or ranks disagree on number, type or root
   fix: torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU or MIG slice.
-  confirm: %DEBUG%
 
 nccl-aborted (teardown): NCCL's communicator was aborted
-  /NCCL [Cc]ommunicator (?:was )?aborted/
+  /NCCL [Cc]ommunicator (?:was )?aborted/ /Process group watchdog thread terminated with exception/
   /To avoid data inconsistency, we are taking the entire process down/
-  /Process group watchdog thread terminated with exception/
   why: An earlier error or timeout ended the communicator; this only follows from it
   fix: Look further up, and in the logs of the other ranks, for the first error.
 
@@ -221,4 +217,4 @@ nccl-nvml (hardware, generic): the NVIDIA driver can't be asked about its GPUs
     /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.
 """
 
-FAMILIES = read_families(_TEXT, DEBUG=_DEBUG)
+FAMILIES = read_families(_TEXT)

@@ -16,10 +16,10 @@ windows-dll (likely): Windows could not load a DLL of torch or CUDA into a proce
     Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH
   fix: 1455: fewer num_workers, a larger paging file. Else the current Visual C++ Redistributable.
 
-windows-hostname (accuses nobody, likely): gloo on Windows took an address that can't be reached
-  /\[WinError 10049\]/
-  why: Mostly the host's name resolves to an entry that Docker Desktop wrote to the hosts file
-  fix: MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME.
+openmp-mkl (accuses nobody): MKL and another OpenMP library were loaded together
+  /MKL_THREADING_LAYER=INTEL is incompatible with/
+  why: Something loaded libgomp before numpy (torch does), and MKL wants Intel's OpenMP
+  fix: MKL_THREADING_LAYER=GNU in the job's environment; or import numpy before torch.
 
 openmp-threads (likely): the process could not start a thread
   /libgomp: Thread creation failed: / /can't start new thread/ /pthread_create failed/

@@ -17,12 +17,15 @@ amp-fp16-weights: the model's weights are float16 and the scaler can't unscale t
   fix: No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.
 
 amp-dtype (likely): a tensor has the wrong type
-  /expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but found)/
+  /expected (?:m1 and m2 to have the same dtype|scalar type \w+ but found)/
+  /\"nll_loss\w*\" not implemented for '\w+'/ /expected target dtype to be Long/
+  /result type Float can't be cast to the desired output type Long/ /Found dtype \w+ but expected /
   /mat1 and mat2 must have the same dtype, but got \w+ and /
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
   /FlashAttention only supports? fp16 and bf16 data type/
-  /Found dtype (?:Half|BFloat16|Float|Double) but expected /
   why: One part runs outside of autocast, was cast by hand, or comes from numpy (float64, integers)
+  case Long|nll_loss => The labels have the wrong type for the loss => labels.long() for
+    cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
     beside it; .to(weight.dtype) where it is needed; .float() for what numpy made.
 
@@ -35,14 +38,13 @@ amp-unsupported: this device or operation does not support the float type that w
 
 amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/ /[Ll]oss became (?:infinite|NaN)/
-  /grad_scale is too small/
+  /grad_scale is too small/ /(?:nan|NaN|inf)\b.*[Ss]topping training/ /Minimum loss scale reached/
   /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
-  /(?:nan|NaN|inf)\b.*[Ss]topping training/
   /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
-  /Minimum loss scale reached/ /[Gg]radients? (?:are|is) [Nn]a[Nn]/
-  /probability tensor contains either `inf`, `nan`/ /but found invalid values:\s+tensor\(.*nan/
-  /Current loss scale already at minimum/ /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
+  /[Gg]radients? (?:are|is) [Nn]a[Nn]/ /probability tensor contains either `inf`, `nan`/
+  /but found invalid values:\s+tensor\(.*nan/ /Current loss scale already at minimum/
+  /reducing loss scale to (?:0\.0|\d(?:\.\d+)?e-)/
   why: Most often the learning rate is too high, float16 overflowed, a sample or a loaded weight has
     NaN, log(0) or 1/0, or a mask leaves a softmax nothing
   fix: Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert
@@ -50,9 +52,9 @@ amp-nan: loss or gradient is NaN or infinite
 
 compile-failed (generic): torch.compile could not compile the model
   /BackendCompilerFailed: / /AssertionError: expected size \d+==\d+, stride /
-  /torch\._dynamo\.config\.suppress_errors = True/
+  /torch\._dynamo\.config\.suppress_errors = True/ /torch\._(?:dynamo|inductor)\.exc\.\w+/
   /DDPOptimizer backend: Found a higher order op in the graph/
-  /torch\._(?:dynamo|inductor)\.exc\.\w+/ /Data[- ]dependent (?:branching|control flow|operator)/
+  /Data[- ]dependent (?:branching|control flow|operator)/
   why: It can't trace or compile this code; the lines below the exception's name say why
   fix: Train without torch.compile first; TORCHDYNAMO_VERBOSE=1;
     torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; @torch.compiler.disable
@@ -67,12 +69,11 @@ compile-cache: processes got into each other's way in the cache of compiled kern
   or_else: Something removed the folder, or its disk is full.
 
 compile-compiler: no compiler that fits torch, or it failed
-  /Error building extension '\w+'/ /Ninja is required to load C\+\+ extensions/
+  /Error building extension '\w+'/ /Ninja is required to load C\+\+ extensions/ /InvalidCxxCompiler/
   /MissingCUDAException/ /CalledProcessError: Command '\['\S*(?:cc|clang|ninja|\+\+)'/
-  /InvalidCxxCompiler/ /No working C\+\+ compiler found/
-  /Failed to find C compiler\. Please specify via CC/ /Cannot find a working triton installation/
-  /Compiler: cl is not found/ /nvcc fatal +: Unsupported gpu architecture/
-  /unsupported GNU version! gcc versions later than/
+  /No working C\+\+ compiler found/ /Failed to find C compiler\. Please specify via CC/
+  /Cannot find a working triton installation/ /Compiler: cl is not found/
+  /nvcc fatal +: Unsupported gpu architecture/ /unsupported GNU version! gcc versions later than/
   /fatal error: (?:Python|cuda\w*)\.h: No such file/
   /Installed CUDA version \S+ does not match the version torch was compiled with \S+ un/
   why: Extensions and Inductor need a C++ compiler, Python's headers, Triton, torch's CUDA toolkit

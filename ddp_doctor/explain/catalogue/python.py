@@ -34,6 +34,8 @@ CAUSES = (*BUILT_IN.values(), RAISED, OPERATION)
 
 def cause_of_type(raised: Raised) -> Cause | None:
     """Give the general entry for an exception that no phrase knows."""
+    if not raised.type:  # cut off
+        return None
     if raised.name in BUILT_IN:
         return BUILT_IN[raised.name]
     last = raised.frames[-1] if raised.frames else None

@@ -46,9 +46,9 @@ stop-sighup (killed): the terminal was closed (SIGHUP)
 
 stop-sigterm (teardown): it was told to stop (SIGTERM)
   /got signal: 15\b/ /Received (?:(?:Signals\.)?SIGTERM|15 death signal)/
-  /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/
+  /Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)/ /Closing process \d+ via signal SIGTERM/
   /Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM/
-  /Closing process \d+ via signal SIGTERM/ /died with <Signals\.SIGTERM/
+  /Command '.*(?:python|torchrun|deepspeed|accelerate).*died with <Signals\.SIGTERM/
   /^(?:\S+: line \d+: +\d+ )?Terminated(?: {2,}.*)?$/
   /DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Terminated/
   why: The launcher ends the other ranks after one failed; with no failure: a scheduler, a person
@@ -61,13 +61,13 @@ stop-interrupt (teardown): the job was stopped by hand (Ctrl-C)
 
 stop-aborted (teardown, generic, accuses speaker): a process aborted (SIGABRT)
   /Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)/ /died with <Signals\.SIGABRT/
-  /\*\*\* SIGABRT (?:\(@\w+\) )?received / /Fatal Python error: Aborted/
+  /\*\*\* SIGABRT (?:\(@\w+\) )?received / /Fatal Python error: Aborted/ /Aborted +\(core dumped\)/
+  /`Process abort signal` is detected by/
   /terminate called (?:after throwing an instance of '[^']+'|without an active)/
-  /Aborted +\(core dumped\)/
   why: C++ code ended it: NCCL's watchdog after a timeout, or an exception that nothing caught
   fix: Read what stands before it on the same rank: what() has the reason.
 
-mpi-error (generic): a call of MPI failed
+mpi-error (generic, unknown): a call of MPI failed
   /\[(?P<what>[\w.-]+:\d+)\] \*\*\* An error occurred in MPI_/
   # WHY not 0: without PMI each process takes itself for it
   /Abort\(\d+\)(?: on node \d+)? \(rank (?:0|(?P<ranks>\d+)) in comm \d+\): (?!application)/
@@ -77,13 +77,12 @@ mpi-error (generic): a call of MPI failed
     => mpirun of the same MPI, or srun --mpi=pmix; under torchrun unset PMI_* and PMIX_* variables;
     oneCCL: CCL_PROCESS_LAUNCHER=none with CCL_LOCAL_RANK and CCL_LOCAL_SIZE.
 
-launch-slurm-step (generic, accuses nobody): Slurm or mpirun could not start the processes
+launch-slurm-step (generic, accuses nobody, unknown): Slurm or mpirun could not start the processes
   /srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: /
-  /Batch job submission failed: / /Task launch for \S+ failed on node [^:]+: /
-  /CPU binding outside of job step allocation/
+  /Batch job submission failed: / /Task launch for \S+ failed on node [^:]+: / /PMI2_Init failed/
+  /CPU binding outside of job step allocation/ /execve\(\): \S+: (?!No such)/ /OPAL ERROR: .*PMI/
   /(?:srun|sbatch): error: .*(?:[Ii]nvalid|not available|More processors req|Requested node)/
-  /execve\(\): \S+: (?!No such)/ /There are not enough slots available in the system to satisfy/
-  /PMI2_Init failed/ /OPAL ERROR: .*PMI/ /not built with .*PMI support/
+  /There are not enough slots available in the system to satisfy/ /not built with .*PMI support/
   /RTE (?:was unable to|does not know how to)/ /mpirun has detected an attempt to run as root/
   why: It does not fit the cluster or the allocation, or MPI does not fit Slurm
   fix: Compare #SBATCH with sinfo -o '%P %G %c %m'; srun needs the same --gres and --cpus-per-task.
