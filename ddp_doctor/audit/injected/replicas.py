@@ -30,13 +30,8 @@ class Replica:
         self.is_inside = False
         """Its forward runs at this moment."""
 
-        self.with_modes = [
-            m
-            for m in ddp.module.modules()
-            if "BatchNorm" in type(m).__name__
-            or ("Dropout" in type(m).__name__ and getattr(m, "p", True))
-        ]
-        """The layers that behave otherwise in train mode."""
+        self.has_modes = any(map(_has_modes, ddp.module.modules()))
+        """It has layers that behave otherwise in train mode."""
 
         self.trainable = {id(p) for p in ddp.parameters() if p.requires_grad}
         """When it was made: it averages no other gradients, ever."""
@@ -188,9 +183,10 @@ class Replicas:
         if replica := self._all.get(ddp):
             replica.is_inside = True
             replica.is_ready |= has_grad and ddp.require_backward_grad_sync
-            if has_grad and replica.with_modes:
-                window.trains = any(m.training for m in (ddp.module, *replica.with_modes))
-            if not has_grad and replica.with_modes and ddp.module.training:
+            if has_grad and replica.has_modes:
+                layers = filter(_has_modes, ddp.module.modules())
+                window.trains = ddp.module.training or any(layer.training for layer in layers)
+            if not has_grad and replica.has_modes and ddp.module.training:
                 self._note_quiet_mode()
         if window.is_sampled and has_grad and len(window.inputs) < 16:
             if not window.inputs and not self._loaders.states:
@@ -217,3 +213,8 @@ class Replicas:
 
     def forget(self) -> None:
         self._all.clear()
+
+
+def _has_modes(layer: Foreign) -> bool:
+    name = type(layer).__name__
+    return "BatchNorm" in name or ("Dropout" in name and bool(getattr(layer, "p", 1)))
