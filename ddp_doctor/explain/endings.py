@@ -63,7 +63,7 @@ _GPU_SIZES = (
 """What the GPU has, what is free, and what this process uses, as new and old versions print it."""
 
 _KEYS = re.compile(r"(?:Missing|Unexpected) key\(s\) in state_dict: (.*)")
-_WRAPPER = re.compile(r"\b(?:module|_orig_mod)\.")
+_WRAPPER = re.compile(r"(?<=\")(?:(?:module|_orig_mod)\.)+")
 
 _ENOUGH_NAN = 3
 

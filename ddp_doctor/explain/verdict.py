@@ -603,11 +603,11 @@ def who(
         if is_alone and root.kind != "exit" and not evidence.rank_of_file:
             return Guilty(root.rank, host, UNKNOWN, "no failure of another rank is in this log"), ()
         by_itself = {e.rank for e in evidence.exits.exits if e.from_block and e.status > 0}
-        heard = {e.rank for e in evidence.events}
-        cut = {event.rank for event in filter(_is_cut_off, evidence.events)}
-        has_others = (None not in heard and by_itself - heard) or cut - {None, root.rank}
-        if root.kind == "exception" and has_others:
-            return Guilty(root.rank, host, UNKNOWN, "others failed, too, and do not say how"), ()
+        raised = [e for e in evidence.events if e.kind == "exception" and e.tier < Tier.LAUNCHER]
+        heard = {event.rank for event in raised if not _is_cut_off(event)}
+        cut = {event.rank for event in filter(_is_cut_off, raised)} - {None, root.rank}
+        if root.kind == "exception" and (cut or (None not in heard and by_itself - heard)):
+            return None, ()  # others failed, too, and do not say how
         return Guilty(root.rank, host, CERTAIN, "its own line says the rank"), ()
     return _by_process(root, evidence), ()
 
