@@ -243,7 +243,7 @@ class Collector:
         for stream in list(self._open):
             found = self._streams[stream].cut_off()
             if found and (found.raised.frames or not self.evidence.events):
-                self._add_exception(found, [])
+                self._add_exception(found, self._matcher.find(found.raised.message))
         self._open.clear()
         self._streams.clear()
         self.evidence.exits.end()

@@ -66,13 +66,13 @@ _FLAT = re.compile(
 )
 """A traceback whose lines a logger has put in one, and what stands for an end of line there."""
 
+_GLUED = re.compile(
+    r"((?:\w+\.)*\w*(?:Error|Exception): .+?)(Traceback \(most recent call last\):)$"
+)
 _FLAT_ENDS = re.compile(
     r"(?<!:) (?=File \"|(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit): )"
 )
 _BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it| task/s)")
-_KILLED = re.compile(r"(?:Killed|已杀死|已殺死|Getötet|Processus arrêté|Убито|強制終了)$")
-"""What shells print of a killed process: alone, or behind a progress bar."""
-
 _PANEL = re.compile(r"^[│┃|]\s(.*?)\s*[│┃|]$")
 _MAX_PREFIXES = 8
 _MAX_UNKNOWN_PREFIX = 80
@@ -198,7 +198,7 @@ def _cut_bar(line: Line) -> None:
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
         cut = text.index("Traceback (most")
         line.before, line.text = text[:cut], text[cut:]
-    elif _KILLED.search(text) and (_BAR.search(text) or _KILLED.match(text)):
+    elif text.endswith(("]Killed", "sKilled")):
         line.text = "Killed"
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)
@@ -214,6 +214,8 @@ def lines_of(raw: str) -> list[str]:
 
 
 def _unfolded(text: str) -> list[str]:
+    if glued := _GLUED.match(text):  # two ranks wrote at once
+        return [glued[1], glued[2]]
     flat = _FLAT.search(text) if "Traceback (most" in text else None
     if flat is None:
         return [text]

@@ -84,7 +84,7 @@ checkpoint-optimizer: the optimizer's state does not fit its parameters
   why: Parameters were frozen, added or grouped in another way than when it was saved
   fix: Freeze and group before the optimizer is made, as in the first run; or load the weights only.
 
-checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of another layout
+checkpoint-sharded (accuses named, likely): a distributed checkpoint is incomplete, or laid out anew
   /CheckpointException ranks:(?:dict_keys\(\[(?P<ranks>[\d, ]+)\]\))?/ /CheckpointingException: /
   /global metadata read failed/ /assert metadata is not None/
   /Missing key in checkpoint state_dict: / /with shape torch\.Size\(\[0\]\) from checkpoint/
@@ -94,7 +94,6 @@ checkpoint-sharded (accuses named): a distributed checkpoint is incomplete or of
     names, another number of ranks saved it, or one saved its part alone
   fix: All ranks write to one shared folder; load with the same model and sharding. Whole weights:
     torch.distributed.checkpoint.format_utils. DeepSpeed: zero_to_fp32.py; ds_to_universal.py.
-  or_else: The traceback within it names another failure, as a full disk.
 """
 
 FAMILIES = read_families(_TEXT)

@@ -47,20 +47,18 @@ gloo-unsupported (accuses nobody): gloo can't do this operation or type
   why: gloo has fewer operations and types than NCCL: no AVG, in some no bool
   fix: SUM and a division instead of AVG; another dtype; nccl for GPU tensors.
 
-group-shapes (likely): the tensors of a collective do not fit
-  /Split sizes doesn't match total dim 0 size/ /Tensors must be contiguous/
-  /Invalid function argument\. Expected parameter `\w+`/
+group-shapes (likely): the tensors or the rank that a collective was given do not fit its group
+  /(?:Group rank|Global rank) \d+ is not part of group/ /invalid root rank: -?\d+/
+  /The given group does not exist/ /Split sizes doesn't match total dim 0 size/
+  /Tensors must be contiguous/ /Invalid function argument\. Expected parameter `\w+`/
   /(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) .*world[_ ]size/
   /output tensor must have the same type as input tensor/
   /invalid tensor (?:size|type|layout) at index \d+(?!.*device=(?:mps|xpu|npu|hpu))/
   why: Size, layout or type of a list of tensors is not what the operation needs
   fix: .contiguous(); one output per rank; world_size * input size for gather.
-
-group-rank (likely): a collective was given a rank that is not in its group
-  /(?:Group rank|Global rank) \d+ is not part of group/ /invalid root rank: -?\d+/
-  /The given group does not exist/
-  why: src, dst or root is a global rank; or new_group was called by some ranks only
-  fix: All ranks call new_group, also those outside it, in one order; src is global (or group_src=).
+  case part of group|root rank|given group => src, dst or root is no rank of the group, or new_group
+    was called by some ranks only => All ranks call new_group, in one order; src is global
+    (group_src=).
 """
 
 FAMILIES = read_families(_TEXT)

@@ -87,9 +87,10 @@ gpu-cudnn (generic, unknown): cuDNN (on AMD: MIOpen) failed
 
 gpu-none (likely): torch sees no GPU
   /ValueError: Cuda is not available\./ /No CUDA GPUs are available/ /your machine only has: \[\]/
-  /CUDA driver initialization failed/ /Cannot access accelerator device when none is available/
-  /no CUDA-capable device is detected/ /Found no NVIDIA driver on your system/
-  /Torch not compiled with CUDA enabled/ /No supported gpu backend found!/
+  /mixed precision requires a GPU/ /CUDA driver initialization failed/
+  /Cannot access accelerator device when none is available/ /no CUDA-capable device is detected/
+  /Found no NVIDIA driver on your system/ /Torch not compiled with CUDA enabled/
+  /No supported gpu backend found!/
   /CUDA unknown error - this may be due to an incorrectly set up environment/
   why: A build of torch without CUDA, no driver (or one in a bad state), no GPU given to this job or
     container, or CUDA_VISIBLE_DEVICES is empty or was changed inside of the program
@@ -119,9 +120,12 @@ gpu-driver-old: the driver does not fit torch's CUDA: mostly too old
 
 gpu-arch: torch or an extension has no kernels for this GPU
   /no kernel image is available for execution on the device/ /CUDA error: invalid device function/
-  /is not compatible with the current PyTorch installation/ /CUDA capability sm_\d+/
+  /FlashAttention only supports Ampere/ /is not compatible with the current PyTorch installation/
+  /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
+  case Ampere => FlashAttention 2 needs an Ampere GPU or newer => attn_implementation='sdpa' or
+    'eager'.
   case HIP error => This build of torch has no kernels for this AMD GPU => torch for its ROCm; on
     consumer cards HSA_OVERRIDE_GFX_VERSION of the nearest one; PYTORCH_ROCM_ARCH for extensions.
 
@@ -186,7 +190,6 @@ jax-task-missing (timeout, accuses named): a process of JAX or TensorFlow is mis
   /\/task:(?P<ranks>\d+) (?:heartbeat timeout|unexpectedly tried to connect)/
   /Barrier timed out\. (?:Barrier_i|I)d: / /JAX distributed service detected fatal errors/
   /Coordination service agent in error status: / /WatchTasksAsync failed for task \d/
-  /Stopping coordination service as cluster registration failed/
   why: A process crashed, was preempted, or never came: `Timed out task names` lists those missing
   fix: Read its own log first. jax.distributed.initialize: as many processes as num_processes, each
     with its process_id, and never in a process that a data loader starts.

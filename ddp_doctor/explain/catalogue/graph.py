@@ -103,9 +103,12 @@ graph-device-mixed (likely): tensors of one operation are on different devices
 graph-ddp-device: DDP was given devices that do not fit its module
   /DistributedDataParallel device_ids and output_device arguments only work with/
   /device_ids can only be None or contain a single element/
+  /has been loaded with `device_map='auto'` in any distributed mode/
   /DistributedDataParallel's input module must be on the same type of devices/
   why: device_ids is for a module on one GPU. A CPU module, or one over several GPUs, takes none
   fix: On a GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]); CPU or gloo: DDP(model).
+  case device_map => The model was spread over all GPUs, and each rank would use them => No
+    device_map under torchrun or accelerate launch, or device_map={'': LOCAL_RANK}; or one process.
 
 graph-batchnorm-single: BatchNorm in training got one value per channel
   /Expected more than 1 value per channel when training, got input size/
@@ -141,7 +144,7 @@ graph-shapes (generic, unknown): the shapes of two tensors do not fit
 fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   /Must flatten tensors with uniform dtype but got/ /Cannot flatten integer dtype tensors/
   /Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`/
-  /`FlatParameter` requires uniform `requires_grad`/
+  /`FlatParameter` requires uniform (?:`requires_grad`|dtype)/
   why: FSDP joins the parameters of a unit to one: of one dtype, all with gradients or none
   fix: FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; or wrap
     frozen and trained modules (LoRA) as units of their own. dtype: model.to(torch.bfloat16) before

@@ -7,10 +7,12 @@ _TEXT = r"""
 
 launch-environment (accuses nobody): the variables of a launcher are missing
   /environment variable \w+ expected, but not set/ /(?:rank|world size) parameter missing/
+  /KeyError: '(?:OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD)_\w+'/ /raise _env_error\(/
   /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
+  case OMPI_|PMI|MV2_ => The program wants to be started by mpirun => mpirun -np 2 python train.py.
 
 launch-port (accuses nobody, likely): a port is taken
   /EADDRINUSE/ /error: 10048\b/ /^(?!.*(?:gloo|\bOFI\b|\bMPI[_D]|\bUCX)).*[Aa]ddress already in use/
@@ -128,14 +130,14 @@ launch-import: a package is missing or does not fit
 
 launch-versions (generic): a function or a module does not have what is asked of it
   /__init__\(\) got an unexpected keyword argument '/
-  /module '(?:torch|numpy|transformers|accelerate|deepspeed|\w+\.\w)[\w.]*' has no attribute '/
+  /module '(?:torch|numpy|collections|transformers|accelerate|deepspeed|\w+\.\w)[\w.]*' has no attr/
   why: Mostly the package is of another version than the code was written for
   fix: pip install the version that the program's requirements name (pip show NAME); or newer code.
   or_else: It is code of your own: the line that is named; or a file that has a package's name.
 
 launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for
   /[Ww]orld[_ ]size:? ?\(?\d+\)? (?:is not|must be) (?:divisible|a multiple)/
-  /should be divisible by (?:tensor|context|sequence) parallel/
+  /should be divisible by (?:the )?(?:tensor|context|sequence|pipeline)[- ](?:model[- ])?parallel/
   why: The sizes of tensor, pipeline, context and data parallel must multiply to the number of ranks
   fix: Change one of them, or the number of ranks.
   case [Dd]imension of the tensor => Sequence parallel gives each rank a part of a sequence => Pad

@@ -167,8 +167,6 @@ nccl-cuda-error (generic, unknown): a CUDA call inside NCCL failed
   case 'invalid (?:arg|resource)|mapping of buf|\bpeer (?:access|mapping) => The GPUs could not open
     each other's memory, or driver, CUDA and NCCL do not fit => NCCL_P2P_DISABLE=1 and
     NCCL_CUMEM_ENABLE=0 as trials; torch.cuda.set_device(LOCAL_RANK) first; a newer driver.
-  case illegal memory|launch failure|device-side assert => An earlier kernel failed, and NCCL met
-    its error => CUDA_LAUNCH_BLOCKING=1 gives its line; Xid in dmesg.
 
 nccl-system-error (lost, generic, accuses nobody, unknown): a system call inside NCCL failed
   /ncclSystemError: System call \(e\.g\. socket, malloc\)/ /unhandled system error/
@@ -205,7 +203,8 @@ nccl-aborted (teardown): NCCL's communicator was aborted
 nccl-p2p (accuses nobody): direct access between GPUs does not work on this machine
   /peer mapping resources exhausted/ /P2P is disabled between NVLINK connected GPUs/
   /transport\/p2p\.cc:\d+ NCCL WARN Cuda failure(?: \d+)? '(?:invalid arg|mapping of buf)/
-  /PCI ACS is enabled/ /peer access is not supported between these two devices/
+  /PCI ACS is enabled/ /series doesn't support faster communication/
+  /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
   fix: NCCL_P2P_DISABLE=1 (shm.cc: NCCL_SHM_DISABLE=1, too); then no ACS and IOMMU in the BIOS.
   or_else: It changes nothing: the lines of NCCL before it name another failure.

@@ -23,6 +23,7 @@ openmp-mkl (accuses nobody): MKL and another OpenMP library were loaded together
 
 openmp-threads (likely): the process could not start a thread
   /libgomp: Thread creation failed: / /can't start new thread/ /pthread_create failed/
+  /RuntimeError: Resource temporarily unavailable$/
   /(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b(?!.*Accept failed).*Resource temporarily
     unavailable(?!: ')/
   why: Ranks x workers x OpenMP threads reached the limit (ulimit -u, pids of the container)

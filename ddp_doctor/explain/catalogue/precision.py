@@ -60,13 +60,12 @@ compile-failed (generic): torch.compile could not compile the model
     torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; @torch.compiler.disable
     on the part that fails; fullgraph=False, and no .item() or print in forward.
 
-compile-cache: processes got into each other's way in the cache of compiled kernels
+compile-cache (likely): processes got into each other's way in the cache of compiled kernels
   /\[Errno (?:2|16|39|116)\] .*(?:\.triton\/|triton_|torchinductor_)/
   why: Triton and Inductor keep kernels in a folder that all processes share; on a network file
     system, as a home often is, one replaces or removes a file that another one reads
   fix: TRITON_CACHE_DIR=/tmp/triton-$USER and TORCHINDUCTOR_CACHE_DIR=/tmp/inductor-$USER on each
     node, or one folder per rank; remove the old ones; a newer triton.
-  or_else: Something removed the folder, or its disk is full.
 
 compile-compiler: no compiler that fits torch, or it failed
   /Error building extension '\w+'/ /Ninja is required to load C\+\+ extensions/ /InvalidCxxCompiler/
@@ -82,7 +81,10 @@ compile-compiler: no compiler that fits torch, or it failed
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
     older gcc, or a newer toolkit of the same major version as torch's.
   case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.
-  case CUDA version|gpu arch => nvcc is not of torch's CUDA => CUDA_HOME=that of torch.version.cuda.
+  case gpu arch => nvcc is older than this GPU, or was asked for one that is none => A newer toolkit
+    of torch's major version; TORCH_CUDA_ARCH_LIST=8.6, say; a newer package, if it made up the
+    name.
+  case CUDA version => nvcc is not of torch's CUDA => CUDA_HOME=that of torch.version.cuda.
   case working triton|No module named .triton => Triton is missing, or does not fit this torch =>
     pip install triton, as torch's requirements name it (triton-windows); or torch.compile off.
   case Failed to find C comp|No working|cl is not => No compiler => build-essential of apt; MSVC.
