@@ -150,10 +150,7 @@ class Collectives:
         if rank is None or not entries:
             return None
         line = Line(file=name, number=1, text="", rank=rank)
-        calls = [
-            (entry, Work(rank, entry["collective_seq_id"], _op(entry), _numel(entry), line))
-            for entry in entries
-        ]
+        calls = [(entry, _work_of(entry, rank, line)) for entry in entries]
         newest = max(work.seq for _, work in calls)
         line.text = f"flight recorder of rank {rank}: collective {newest} is the newest"
         for entry, work in calls:
@@ -193,7 +190,7 @@ class Collectives:
         works = self._first_of_each_rank()
         if not works:
             return None
-        by_rank = {work.rank: work for work in works}
+        waiting = {work.rank for work in works}
         seqs = {work.seq for work in works}
         is_one_place = len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs
         if is_one_place and (differing := self._mismatch(works, world_size)):
@@ -203,20 +200,16 @@ class Collectives:
         if not all(_DEFAULT_GROUP.search(work.group) for work in works):
             # WHY no more: which ranks are in a smaller group is not known
             return Finding("waiting", (), _told(works), tuple(works))
-        lagging = sorted(
-            rank
-            for rank, enqueued in self._enqueued.items()
-            if rank not in by_rank and max(seqs) != _NO_SEQ and enqueued < max(seqs)
-        )
-        if lagging:
+        behind = {rank for rank, enqueued in self._enqueued.items() if enqueued < max(seqs)}
+        if lagging := sorted(behind - waiting):
             text = f"{ranks_of(lagging)} had not started the collective that the others wait in"
-            num_known = len(by_rank) + len(lagging)
+            num_known = len(waiting) + len(lagging)
             # WHY: of the ranks that say nothing, others may be behind, too
-            is_whole = num_known == (world_size or max(*by_rank, *lagging) + 1)
+            is_whole = num_known == (world_size or max(*waiting, *lagging) + 1)
             named = tuple(lagging) if is_whole else ()
             return Finding("missing", named, text, tuple(works), is_sure=is_whole)
         return self._missing(works, world_size) or Finding(
-            "waiting", (), _told(works), tuple(works), is_sure=len(by_rank) == world_size
+            "waiting", (), _told(works), tuple(works), is_sure=len(waiting) == world_size
         )
 
     def _first_of_each_rank(self) -> list[Work]:
@@ -227,11 +220,9 @@ class Collectives:
             mine = groups.setdefault(key, {})
             if work.rank not in mine or work.seq < mine[work.rank].seq:
                 mine[work.rank] = work
-        if not groups:
-            return []
         # WHY the default group on equal size: only its ranks are those of the job
-        name = max(groups, key=lambda key: (len(groups[key]), key == ""))
-        return sorted(groups[name].values(), key=lambda work: work.rank)
+        name = max(groups, key=lambda key: (len(groups[key]), key == ""), default="")
+        return sorted(groups.get(name, {}).values(), key=lambda work: work.rank)
 
     @staticmethod
     def _mismatch(works: Sequence[Work], world_size: int | None) -> Finding | None:
@@ -262,11 +253,9 @@ class Collectives:
     def _missing(self, works: Sequence[Work], world_size: int | None) -> Finding | None:
         """Find the ranks without a record, and name them if the log is whole enough to tell."""
         speakers = {work.rank for work in works}
-        if len(speakers) < 2 and world_size is None:
-            return None
         size = world_size if world_size is not None else max(speakers) + 1
         missing = sorted(set(range(size)) - speakers)
-        if not missing:
+        if not missing or (len(speakers) < 2 and world_size is None):
             return None
         if self.num_leaving == 0:  # it may be cut off, and other ranks may have spoken below
             text = f"{_told(works)}; nothing is known of {ranks_of(missing)}"
@@ -277,21 +266,14 @@ class Collectives:
         text = f"{_told(works)}; {ranks_of(named)} reported no wait"
         if named == missing and elsewhere:
             text = f"{_told(works)}; {_told(elsewhere)}, of another group"
-        elif not (self._is_heard(named, works) and 2 * len(named) < size) and not (
-            set(named) <= self.ranks_heard
-        ):
-            text = f"{_told(works)}; of {ranks_of(named)} there is no log here"
-            named = []
+        elif not set(named) <= self.ranks_heard:
+            # WHY these two: a file of all ranks would have what the few that are missing report
+            is_file_of_one = len(works) == len({work.line.file for work in works}) > 1
+            if is_file_of_one or 2 * len(named) >= size:
+                text = f"{_told(works)}; of {ranks_of(named)} there is no log here"
+                named = []
         is_sure = world_size is not None
         return Finding("missing", tuple(named), text, tuple(works), is_sure=is_sure)
-
-    def _is_heard(self, ranks: Sequence[int], works: Sequence[Work]) -> bool:
-        """Whether these logs would have what these ranks report."""
-        speakers: dict[str, set[int]] = {}
-        for work in works:
-            speakers.setdefault(work.line.file, set()).add(work.rank)
-        is_file_of_one = len(speakers) > 1 and all(len(of) == 1 for of in speakers.values())
-        return not is_file_of_one or set(ranks) <= self.ranks_heard
 
 
 def _odd_ones(
@@ -336,8 +318,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_dump(data: bytes) -> Mapping[str, Any] | None:
     """Read a dump; None if this is something else. Any: whatever the file has."""
-    if data[:1] != PICKLE:
-        return None
     try:
         dump = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception:  # WHY broad: a broken pickle raises nearly anything
@@ -364,10 +344,8 @@ def _is_of_default_group(entry: object) -> bool:
     return "default_pg" in words or words[:1] == ["0"]
 
 
-def _op(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("profiling_name", "?")).rpartition(":")[2].upper()
-
-
-def _numel(entry: Mapping[str, Any]) -> int:
+def _work_of(entry: Mapping[str, Any], rank: int, line: Line) -> Work:
+    op = str(entry.get("profiling_name", "?")).rpartition(":")[2].upper()
     tensors = [sizes for sizes in entry.get("input_sizes") or [] if isinstance(sizes, list | tuple)]
-    return sum(math.prod(size for size in of if isinstance(size, int)) for of in tensors)
+    numel = sum(math.prod(size for size in of if isinstance(size, int)) for of in tensors)
+    return Work(rank, entry["collective_seq_id"], op, numel, line)
