@@ -66,7 +66,7 @@ class RankStack:
     """The frame of the program, as evidence."""
 
     place: str
-    step: int | None
+    step: int
     is_waiting: bool | None
     """None: it did not answer, and was asked from outside."""
 
@@ -75,21 +75,14 @@ def read_status(text: str, name: str) -> LastStatus | None:
     """Read status/rank-N.json; None if it is cut off or something else."""
     try:
         entry: Any = json.loads(text)  # Any: whatever the file has
-        rank = int(entry["rank"])
-        line = Line(file=name, number=1, text="", raw=_as_text(entry), rank=rank)
-        float(entry["now"]), float(entry.get("silent_after_s", 0.0))
+        rank, now_s = int(entry["rank"]), float(entry["now"])
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now_s))
+        told = f"{entry.get('state')}: step {entry.get('step')}, {entry.get('phase')}, "
+        told += f"{entry.get('rss_mib')} MiB; last written {clock} UTC"
+        float(entry.get("silent_after_s", 0.0))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return LastStatus(rank, line, entry)
-
-
-def _as_text(entry: dict[str, Any]) -> str:  # Any: JSON
-    """Say a status in a line."""
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(entry["now"])))
-    return (
-        f"{entry.get('state')}: step {entry.get('step')}, {entry.get('phase')}, "
-        f"{entry.get('rss_mib')} MiB; last written {clock} UTC"
-    )
+    return LastStatus(rank, Line(file=name, number=1, text="", raw=told, rank=rank), entry)
 
 
 def _is_gone(process: dict[str, Any]) -> bool | None:  # Any: JSON
@@ -102,13 +95,11 @@ def _is_gone(process: dict[str, Any]) -> bool | None:  # Any: JSON
     if (boot, namespace) != (process.get("boot"), process.get("namespace")):
         return None
     try:
-        stat = Path(f"/proc/{process.get('pid')}/stat").read_text(
-            encoding="utf-8", errors="replace"
-        )
+        stat = Path(f"/proc/{process.get('pid')}/stat").read_bytes()
     except OSError:
         return True
     # WHY after the last bracket: the name before it may contain blanks and brackets
-    fields = stat.rpartition(")")[2].split()
+    fields = stat.rpartition(b")")[2].decode().split()
     return fields[0] in ("Z", "X") or fields[19] != process.get("started")
 
 
@@ -125,7 +116,7 @@ def read_stack(text: str, name: str, rank: int, worker: str) -> RankStack:
         worker=worker,
         line=Line(file=name, number=number, text=raw, raw=raw, rank=rank),
         place=place,
-        step=int(head["step"]) if head else None,
+        step=int(head["step"]) if head else 0,
         is_waiting=head["phase"] in WAITS if head else None,
     )
 
@@ -137,24 +128,21 @@ def _place(lines: Sequence[str], thread: str) -> tuple[int, str]:
     for number, text in enumerate(lines, start=1):
         if found := _THREAD.match(text):
             threads.append([])
-            main = len(threads) - 1 if found["id"] == thread else main
+            main = threads[-1] if found["id"] == thread else main
         elif threads and (match := _FRAME.match(text)):
             entry = Frame(match["file"], int(match["line"]), match["function"])
             threads[-1].append((number, entry))
-    if not threads:
-        return 1, ""
     whole = [frames for frames in threads if frames and frames[-1][1].is_entry]
-    frames = threads[main] if main is not None else (whole or threads)[-1]
-    own = [(n, frame) for n, frame in frames if not frame.is_library]
-    theirs = [(n, frame) for n, frame in own if not _OUR_FILES.search(frame.file)]
-    theirs = [(n, frame) for n, frame in theirs if not frame.is_entry]
+    frames = main if main is not None else (whole or threads or [[]])[-1]
     if not frames:
         return 1, ""
+    own = [(n, frame) for n, frame in frames if not frame.is_library]
+    theirs = [(n, f) for n, f in own if not f.is_entry and not _OUR_FILES.search(f.file)]
     number, frame = (theirs or own or frames)[0]
-    innermost = frames[0][1]
-    inside = f", in {innermost.file}:{innermost.line} {innermost.function}"
-    place = f"{frame.file}:{frame.line} in {frame.function}"
-    return number, place + (inside if innermost is not frame else "")
+    place, innermost = f"{frame.file}:{frame.line} in {frame.function}", frames[0][1]
+    if innermost is not frame:
+        place += f", in {innermost.file}:{innermost.line} {innermost.function}"
+    return number, place
 
 
 def events_of_folder(statuses: Sequence[LastStatus], stacks: Sequence[RankStack]) -> list[Event]:
@@ -198,10 +186,8 @@ def _silent_event(statuses: Sequence[LastStatus], now: float) -> Event | None:
 
 def newest_stacks(stacks: Sequence[RankStack]) -> list[RankStack]:
     """Keep those of the newest hang: of each rank first the rank, then its workers."""
-    if not stacks:
-        return []
-    folders = sorted({stack.line.file.rpartition("/")[0] for stack in stacks})
-    found = [stack for stack in stacks if stack.line.file.rpartition("/")[0] == folders[-1]]
+    newest = max((stack.line.file.rpartition("/")[0] for stack in stacks), default="")
+    found = [stack for stack in stacks if stack.line.file.rpartition("/")[0] == newest]
     return sorted(found, key=lambda stack: (stack.is_waiting is True, stack.rank, stack.worker))
 
 
@@ -211,8 +197,8 @@ def _hang_event(stacks: Sequence[RankStack]) -> Event | None:
     if not ranks:
         return None
     deaf = [stack for stack in ranks if stack.is_waiting is None]
-    working = [stack for stack in ranks if stack.is_waiting is False and stack.step is not None]
-    first = min((stack.step for stack in working if stack.step is not None), default=0)
+    working = [stack for stack in ranks if stack.is_waiting is False]
+    first = min((stack.step for stack in working), default=0)
     held = deaf or [stack for stack in working if stack.step == first]
     names = ", ".join(str(stack.rank) for stack in held)
     return Event(

@@ -72,29 +72,27 @@ def tell(folder: Path, evidence: Evidence) -> Story | None:
     shift = _zone_shift_s(entries[-1]["began_at"], evidence)
     failures = [f for f in _read(folder / "failures.jsonl") if isinstance(f.get("step"), int)]
     attempts: list[Attempt] = []
-    for number, entry in enumerate(entries):
-        later = entries[number + 1] if number + 1 < len(entries) else None
+    for entry, later in zip(entries, [*entries[1:], {}], strict=True):
         ended = str(entry.get("ended") or "")
-        is_over = ended in _ENDINGS or (later is None and state in ("running", *_ENDINGS))
-        how = ended or (state if later is None else "")
+        is_over = ended in _ENDINGS or (not later and state in ("running", *_ENDINGS))
+        how = ended or ("" if later else state)
         # WHY: only after a rollback an attempt has no start-up of its own
-        is_back = later is not None and later.get("start_up") == 0
-        if is_back and later is not None:
+        is_back = later.get("start_up") == 0
+        if is_back:
             is_over, how = True, f"rolled back to step {later['first_step']}"
         if not is_over:
-            until = later["began_at"] if later else math.inf
-            span = (entry["began_at"] + shift, until + shift)
+            span = (entry["began_at"] + shift, later.get("began_at", math.inf) + shift)
             how = _failure(folder, failures, entry, later) or _said(evidence, span) or _NO_WORD
         attempts.append(
             Attempt(
                 began=entry["began_at"],
                 seen=entry["now"],
                 first_step=entry["first_step"],
-                step=max(entry["step"], later["first_step"] if later and not is_back else 0),
+                step=max(entry["step"], 0 if is_back else later.get("first_step", 0)),
                 num_ranks=size if type(size := entry.get("world_size")) is int else 0,
                 how=how,
                 has_failed=not is_over,
-                is_rollback=bool(number) and entry.get("start_up") == 0,
+                is_rollback=bool(attempts) and entry.get("start_up") == 0,
             )
         )
     story = Story(folder=str(folder), state=state, attempts=tuple(attempts))
@@ -105,13 +103,10 @@ def tell(folder: Path, evidence: Evidence) -> Story | None:
 def _read(path: Path) -> list[_Json]:
     """Read JSON lines; what is cut off or something else is left out."""
     found = []
-    try:
-        text = path.read_bytes()[-_MOST_BYTES:].decode("utf-8", "replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
+    with suppress(OSError):
+        for line in path.read_bytes()[-_MOST_BYTES:].decode("utf-8", "replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
     return [entry for entry in found if isinstance(entry, dict)]
 
 
@@ -131,9 +126,9 @@ def _state(folder: Path, evidence: Evidence) -> str:
     return next((name for name in ("failed", "stopped", "finished") if name in states), "unknown")
 
 
-def _failure(folder: Path, failures: list[_Json], entry: _Json, later: _Json | None) -> str:
+def _failure(folder: Path, failures: list[_Json], entry: _Json, later: _Json) -> str:
     """Take the failure that a survivor noted for this attempt; empty if there is none."""
-    last = max(later["first_step"] if later else math.inf, entry["step"])
+    last = max(later.get("first_step", math.inf), entry["step"])
     while failures and failures[0]["step"] < entry["first_step"]:
         failures.pop(0)
     if not failures or failures[0]["step"] > last:
@@ -186,10 +181,10 @@ def _keep_newest(story: Story, evidence: Evidence, shift: float) -> None:
     """Drop what attempts before and after the newest failed one left."""
     if not story.failed:
         return
-    attempts, index = story.attempts, story.failed[-1] - 1
-    begins = [attempt.began for attempt in attempts if not attempt.is_rollback]
-    began = max((b for b in begins if b <= attempts[index].began), default=attempts[index].began)
-    until = min((b for b in begins if b > attempts[index].began), default=math.inf)
+    failed = story.attempts[story.failed[-1] - 1].began
+    begins = [attempt.began for attempt in story.attempts if not attempt.is_rollback]
+    began = max(b for b in begins if b <= failed)  # the first attempt is no rollback
+    until = min((b for b in begins if b > failed), default=math.inf)
     span = (began + shift, until + shift)
     evidence.events = [e for e in evidence.events if _is_within(e.line, span, evidence)]
     evidence.stacks = [s for s in evidence.stacks if _is_within(s.line, span, evidence)]
