@@ -19,7 +19,7 @@ from ddp_doctor.explain.endings import ending_of
 from ddp_doctor.explain.events import Tier
 from ddp_doctor.explain.lines import habits_of, stack_of_error_file
 from ddp_doctor.explain.matching import Matcher
-from ddp_doctor.explain.reader import Search, decoder_of, read_lines, read_sample
+from ddp_doctor.explain.reader import SAMPLE_BYTES, Search, decoder_of, read_lines
 from ddp_doctor.explain.report import Answer, Commands, as_json, as_text, describe, list_of
 from ddp_doctor.explain.run_folder import read_stack, read_status
 from ddp_doctor.explain.run_story import ENDED_WELL, tell
@@ -152,7 +152,7 @@ def _read(source: Source, collector: Collector, search: Search) -> bool:
     """Read one source; return whether there is text in it."""
     evidence = collector.evidence
     with source.open() as file:
-        sample = read_sample(file)
+        sample = file.read(SAMPLE_BYTES)
         has_text = _LETTER.search(sample) is not None
         text = sample.decode(decoder_of(sample), "replace")
         collector.start_file(source, habits_of(text))

@@ -15,7 +15,9 @@ _BLOCK_BYTES = 1024 * 1024
 _MAX_LINE_BYTES = 64 * 1024
 """What is kept of a longer line: its start; messages stand there."""
 
-_SAMPLE_BYTES = 64 * 1024
+SAMPLE_BYTES = 64 * 1024
+"""What is read of a file first, to see what its lines look like."""
+
 _SAME_DIGITS = bytes.maketrans(b"0123456789", b"0" * 10)
 _MAX_FORMS = 200_000
 _MAX_FORM_BYTES = 16 * 1024 * 1024
@@ -73,11 +75,6 @@ class Search:
         return {form for form in forms if self._has_word[form]}
 
 
-def read_sample(file: BinaryIO) -> bytes:
-    """Read the start of a file, to see what its lines look like."""
-    return file.read(_SAMPLE_BYTES)
-
-
 def decoder_of(sample: bytes) -> str:
     """Say how a file is encoded: PowerShell redirects to UTF-16."""
     if sample[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -96,7 +93,7 @@ def read_lines(
     """
     number, end = 0, b""
     for block in _whole_lines(file, first):
-        is_short = len(first) < _SAMPLE_BYTES
+        is_short = len(first) < SAMPLE_BYTES
         number = _read_block(block, collector, None if is_short else search, number)
         end = (end + block[-_END_BYTES:])[-_END_BYTES:]
     return number, end.decode("utf-8", "replace")
@@ -125,16 +122,15 @@ def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
 
 def _read_block(block: bytes, collector: Collector, search: Search | None, number: int) -> int:
     """Read one block of whole lines; number is that of the last line before it."""
-    hits = search.line_starts(block) if search is not None else []
-    hit_index, position = 0, 0
+    hits = iter(search.line_starts(block)) if search is not None else None
+    position = 0
     while position < len(block):
-        if search is not None and not collector.wants_more:
-            while hit_index < len(hits) and hits[hit_index] < position:
-                hit_index += 1
-            if hit_index == len(hits):
+        if hits is not None and not collector.wants_more:
+            hit = next((at for at in hits if at >= position), None)
+            if hit is None:
                 break
-            number += block.count(b"\n", position, hits[hit_index])
-            position = hits[hit_index]
+            number += block.count(b"\n", position, hit)
+            position = hit
         end = block.find(b"\n", position)
         end = len(block) if end < 0 else end
         number += 1

@@ -92,7 +92,10 @@ def find_sources(names: Sequence[str]) -> list[Source]:
                     fix="give a file, a folder of logs, or - for standard input",
                 ) from error
             sources.append(_source(file))
-    return _without_lone_task(sources)
+    if len({source.task for source in sources} - {None}) == 1:
+        # WHY: `job_3.out` alone may be the third job of an array, and then 3 is no rank
+        return [replace(source, task=None) for source in sources]
+    return sources
 
 
 def jobs_of(names: Sequence[str]) -> list[list[str]]:
@@ -180,11 +183,3 @@ def _source(path: Path) -> Source:
         kind = "stack" if stack else "verdict" if path.name == "verdict.txt" else kind
     of = Source(name=str(path), path=path, kind=kind, worker=worker)
     return replace(of, rank=rank, local=local, task=task)
-
-
-def _without_lone_task(sources: list[Source]) -> list[Source]:
-    """`job_3.out` alone may be the third job of an array: then 3 is no rank."""
-    tasks = {source.task for source in sources if source.task is not None}
-    if len(tasks) > 1:
-        return sources
-    return [replace(source, task=None) for source in sources]
