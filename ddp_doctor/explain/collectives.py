@@ -87,7 +87,7 @@ class Finding:
     """Those that are missing, or elsewhere than most; none if it can't be told."""
 
     text: str
-    works: tuple[Work, ...]
+    works: Sequence[Work]
     is_sure: bool = False
 
     @property
@@ -112,7 +112,7 @@ class Collectives:
         self._history: dict[int, dict[int, Work]] = {}
         """What each rank called, by number."""
 
-        self.num_leaving = 0
+        self.is_any_leaving = False
         self.ranks_heard: set[int] = set()
         """The ranks that have a log of their own, or lines among those of others."""
 
@@ -134,8 +134,7 @@ class Collectives:
                     numel = math.prod(map(int, re.findall(r"\d+", match["shape"] or "")))
                     rank, seq = int(match["rank"]), int(match["seq"])
                     self._add(Work(rank, seq, match["op"], numel, line))
-        if _LEAVING.search(text):
-            self.num_leaving += 1
+        self.is_any_leaving |= _LEAVING.search(text) is not None
 
     def _add(self, work: Work) -> None:
         """Note the collective that a rank did not complete."""
@@ -192,14 +191,14 @@ class Collectives:
             return None
         waiting = {work.rank for work in works}
         seqs = {work.seq for work in works}
-        is_one_place = len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs
+        is_one_place = len(seqs) == 1 and _NO_SEQ not in seqs
         if is_one_place and (differing := self._mismatch(works, world_size)):
             return differing
         if apart := self._apart(works, world_size):
             return apart
         if not all(_DEFAULT_GROUP.search(work.group) for work in works):
             # WHY no more: which ranks are in a smaller group is not known
-            return Finding("waiting", (), _told(works), tuple(works))
+            return Finding("waiting", (), _told(works), works)
         behind = {rank for rank, enqueued in self._enqueued.items() if enqueued < max(seqs)}
         if lagging := sorted(behind - waiting):
             text = f"{ranks_of(lagging)} had not started the collective that the others wait in"
@@ -207,9 +206,9 @@ class Collectives:
             # WHY: of the ranks that say nothing, others may be behind, too
             is_whole = num_known == (world_size or max(*waiting, *lagging) + 1)
             named = tuple(lagging) if is_whole else ()
-            return Finding("missing", named, text, tuple(works), is_sure=is_whole)
+            return Finding("missing", named, text, works, is_sure=is_whole)
         return self._missing(works, world_size) or Finding(
-            "waiting", (), _told(works), tuple(works), is_sure=len(waiting) == world_size
+            "waiting", (), _told(works), works, is_sure=len(waiting) == world_size
         )
 
     def _first_of_each_rank(self) -> list[Work]:
@@ -235,7 +234,7 @@ class Collectives:
             return None
         text = f"at one number the ranks called different collectives: {_told(works)}"
         odd = _odd_ones(works, called, world_size)
-        return Finding("mismatch", odd, text, tuple(works), is_sure=True)
+        return Finding("mismatch", odd, text, works, is_sure=True)
 
     @staticmethod
     def _apart(works: Sequence[Work], world_size: int | None) -> Finding | None:
@@ -248,7 +247,7 @@ class Collectives:
         # WHY: within one group no rank gets far ahead, so these may count in different groups
         is_near = is_one_group or max(seqs) - min(seqs) <= _MOST_APART
         odd = _odd_ones(known, lambda work: (work.seq, work.op), world_size) if is_near else ()
-        return Finding("apart", odd, _told(known), tuple(known), is_sure=is_one_group)
+        return Finding("apart", odd, _told(known), known, is_sure=is_one_group)
 
     def _missing(self, works: Sequence[Work], world_size: int | None) -> Finding | None:
         """Find the ranks without a record, and name them if the log is whole enough to tell."""
@@ -257,9 +256,9 @@ class Collectives:
         missing = sorted(set(range(size)) - speakers)
         if not missing or (len(speakers) < 2 and world_size is None):
             return None
-        if self.num_leaving == 0:  # it may be cut off, and other ranks may have spoken below
+        if not self.is_any_leaving:  # it may be cut off, and other ranks may have spoken below
             text = f"{_told(works)}; nothing is known of {ranks_of(missing)}"
-            return Finding("missing", (), text, tuple(works))
+            return Finding("missing", (), text, works)
         elsewhere = [w for w in self._works.values() if w.rank in missing and w.line.rank == w.rank]
         # WHY first those without a record: the others may wait for them in a smaller group
         named = [rank for rank in missing if rank not in {w.rank for w in elsewhere}] or missing
@@ -272,8 +271,7 @@ class Collectives:
             if is_file_of_one or 2 * len(named) >= size:
                 text = f"{_told(works)}; of {ranks_of(named)} there is no log here"
                 named = []
-        is_sure = world_size is not None
-        return Finding("missing", tuple(named), text, tuple(works), is_sure=is_sure)
+        return Finding("missing", tuple(named), text, works, is_sure=world_size is not None)
 
 
 def _odd_ones(

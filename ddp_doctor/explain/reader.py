@@ -122,6 +122,8 @@ def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
 
 def _read_block(block: bytes, collector: Collector, search: Search | None, number: int) -> int:
     """Read one block of whole lines; number is that of the last line before it."""
+    if not block.endswith(b"\n"):
+        block += b"\n"  # of the file's last line
     hits = iter(search.line_starts(block)) if search is not None else None
     position = 0
     while position < len(block):
@@ -132,7 +134,6 @@ def _read_block(block: bytes, collector: Collector, search: Search | None, numbe
             number += block.count(b"\n", position, hit)
             position = hit
         end = block.find(b"\n", position)
-        end = len(block) if end < 0 else end
         number += 1
         line = block[position:end]
         if len(line) > 2 * _MAX_LINE_BYTES:
@@ -147,7 +148,4 @@ def _read_block(block: bytes, collector: Collector, search: Search | None, numbe
         if evidence.waits and evidence.before_wait is None:
             evidence.before_wait = before.decode("utf-8", "replace")
         position = end + 1
-    if position < len(block):
-        number += block.count(b"\n", position)
-        number += not block.endswith(b"\n")
-    return number
+    return number + block.count(b"\n", position)

@@ -65,7 +65,6 @@ class RankStack:
     line: Line
     """The frame of the program, as evidence."""
 
-    place: str
     step: int
     is_waiting: bool | None
     """None: it did not answer, and was asked from outside."""
@@ -115,7 +114,6 @@ def read_stack(text: str, name: str, rank: int, worker: str) -> RankStack:
         rank=rank,
         worker=worker,
         line=Line(file=name, number=number, text=raw, raw=raw, rank=rank),
-        place=place,
         step=int(head["step"]) if head else 0,
         is_waiting=head["phase"] in WAITS if head else None,
     )
@@ -200,16 +198,15 @@ def _hang_event(stacks: Sequence[RankStack]) -> Event | None:
     working = [stack for stack in ranks if stack.is_waiting is False]
     first = min((stack.step for stack in working), default=0)
     held = deaf or [stack for stack in working if stack.step == first]
-    names = ", ".join(str(stack.rank) for stack in held)
+    text = "all ranks whose stacks are here wait for others; the missing ranks hold them up"
+    if held:
+        names = ", ".join(str(stack.rank) for stack in held)
+        text = f"rank {names} does not wait for others; the rest waits"
     return Event(
         kind="message",
         tier=Tier.TIMEOUT,
         line=(held or ranks)[0].line,
         cause=BY_CODE[HUNG],
         ranks=tuple(stack.rank for stack in held),
-        fields={
-            "message": f"rank {names} does not wait for others; the rest waits"
-            if held
-            else "all ranks whose stacks are here wait for others; the missing ranks hold them up"
-        },
+        fields={"message": text},
     )

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -146,23 +147,18 @@ def _logs_in(folder: Path) -> list[Path]:
     found = []
     # WHY not rglob: Python 3.11.2's fails at a path that can't be asked about
     for path in sorted(Path(base, name) for base, _, names in os.walk(folder) for name in names):
-        relative = path.relative_to(folder).as_posix()
-        if not os.path.isfile(path) or _NOT_LOGS.search(relative):
-            continue
-        if _LOG_NAMES.search(path.name) or _is_dump(path):
-            found.append(path)
+        is_refused = _NOT_LOGS.search(path.relative_to(folder).as_posix())
+        if os.path.isfile(path) and not is_refused:
+            found += [path] if _LOG_NAMES.search(path.name) or _is_dump(path) else []
     return found[:_MAX_FILES]
 
 
 def _is_dump(path: Path) -> bool:
     """Whether it may be a flight recorder's dump: a prefix of the user's choice, and the rank."""
-    if not path.name[-1:].isdigit() or path.suffix:
-        return False
-    try:
-        with path.open("rb") as file:
+    if path.name[-1:].isdigit() and not path.suffix:
+        with suppress(OSError), path.open("rb") as file:
             return file.read(1) == PICKLE
-    except OSError:
-        return False
+    return False
 
 
 def _source(path: Path) -> Source:
