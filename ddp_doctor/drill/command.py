@@ -192,7 +192,7 @@ def observe_undisturbed(plan: Plan, program: Sequence[str], report: Facts) -> Re
 
 def check_observed(case: Case, ranks: Sequence[Process], program: Sequence[str]) -> None:
     """Check that all ranks trained to the end and were seen. Raises UsageError."""
-    start, fix, told = case.starts[0], "run it without the drill first", ""
+    start, told, fix = case.starts[0], "", ""
     outside = sorted({r["path"] for p in case.processes() for r in p.all("outside")})
     numbers = sorted(p.rank or 0 for p in ranks)
     total = min((len(p.all("update")) for p in ranks), default=0)

@@ -36,10 +36,7 @@ _LEAVING = re.compile(
     r"taking the entire process down|watchdog thread terminated with exception|Signal 6 \(SIGABRT\)"
     r"|first observed failure"
 )
-_EQUAL_SIZES = (
-    *("ALLREDUCE", "ALL_REDUCE", "BROADCAST", "REDUCE"),
-    *("_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"),
-)
+_EQUAL_SIZES = re.compile(r"(?:ALL_?)?REDUCE|BROADCAST|_ALLGATHER_BASE|_REDUCE_SCATTER_BASE")
 _DEFAULT_GROUP = re.compile(r"default_pg|GUID 0\b|^PG 0\b|^PG \(0\)|^$")
 _NO_SEQ = -1
 _MOST_APART = 100
@@ -155,9 +152,8 @@ class Collectives:
         for entry, work in calls:
             if not entry.get("is_p2p"):  # WHY: these have numbers of their own
                 self._history.setdefault(rank, {}).setdefault(work.seq, work)
-        waiting = [work for entry, work in calls if not _is_done(entry, dump)]
-        if waiting:
-            first = min(waiting, key=lambda work: work.seq)
+        waiting = (work for entry, work in calls if not _is_done(entry, dump))
+        if first := min(waiting, key=lambda work: work.seq, default=None):
             line.text += f", number {first.seq} ({first.op}) is not complete"
             self._add(first)
         else:
@@ -184,18 +180,15 @@ class Collectives:
 
     def analyse(self, *, world_size: int | None) -> Finding | None:
         """Compare the records of the group that most ranks are in."""
-        if differing := self._first_difference(world_size):
+        differing, works = self._first_difference(world_size), self._first_of_each_rank()
+        if differing or not works:
             return differing
-        works = self._first_of_each_rank()
-        if not works:
-            return None
         waiting = {work.rank for work in works}
         seqs = {work.seq for work in works}
         is_one_place = len(seqs) == 1 and _NO_SEQ not in seqs
-        if is_one_place and (differing := self._mismatch(works, world_size)):
+        compare = self._mismatch if is_one_place else self._apart
+        if differing := compare(works, world_size):
             return differing
-        if apart := self._apart(works, world_size):
-            return apart
         if not all(_DEFAULT_GROUP.search(work.group) for work in works):
             # WHY no more: which ranks are in a smaller group is not known
             return Finding("waiting", (), _told(works), works)
@@ -228,7 +221,7 @@ class Collectives:
         """Compare what the ranks called at one number."""
 
         def called(work: Work) -> tuple[str, int]:
-            return work.op, work.numel if work.op in _EQUAL_SIZES else 0
+            return work.op, work.numel if _EQUAL_SIZES.fullmatch(work.op) else 0
 
         if len(set(map(called, works))) == 1:
             return None

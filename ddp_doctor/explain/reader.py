@@ -59,7 +59,7 @@ class Search:
             self._size = 0
         new = forms - self._has_word.keys()
         self._has_word.update(dict.fromkeys(new, False))
-        text = b"\n".join(new)
+        text = b"\n".join([*new, b""])
         self._size += len(text)
         tokens = set(text.split()) - self._tokens
         self._tokens |= tokens
@@ -69,7 +69,6 @@ class Search:
             at = text.find(word)
             while at >= 0:
                 end = text.find(b"\n", at)
-                end = len(text) if end < 0 else end
                 self._has_word[text[text.rfind(b"\n", 0, at) + 1 : end]] = True
                 at = text.find(word, end)
         return {form for form in forms if self._has_word[form]}

@@ -48,12 +48,12 @@ class LastStatus:
         """Its last sign of life, in seconds since the epoch."""
         return float(self.entry["now"])
 
-    def is_dead(self, now: float) -> bool:
+    def is_dead(self) -> bool:
         """Whether its process is gone, or it gave no sign of life for long."""
         process = self.entry.get("process")
         gone = _is_gone(process) if isinstance(process, dict) else None
         limit_s = float(self.entry.get("silent_after_s", 30.0))  # older runs do not say it
-        return gone if gone is not None else now - self.sign > limit_s
+        return gone if gone is not None else time.time() - self.sign > limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,11 @@ def _place(lines: Sequence[str], thread: str) -> tuple[int, str]:
 
 def events_of_folder(statuses: Sequence[LastStatus], stacks: Sequence[RankStack]) -> list[Event]:
     """Make events of what a run folder says beside its logs."""
-    found = (_silent_event(statuses, time.time()), _hang_event(stacks))
+    found = (_silent_event(statuses), _hang_event(stacks))
     return [event for event in found if event is not None]
 
 
-def _silent_event(statuses: Sequence[LastStatus], now: float) -> Event | None:
+def _silent_event(statuses: Sequence[LastStatus]) -> Event | None:
     """Find the ranks that ended without a word, while others said how they ended."""
     newest = max(statuses, key=lambda status: status.sign, default=None)
     if newest is None:
@@ -161,7 +161,7 @@ def _silent_event(statuses: Sequence[LastStatus], now: float) -> Event | None:
         if status.rank < size and abs(status.entry.get("began_at", 0.0) - began) < _SAME_START_S
     ]
     silent = [status for status in known if status.is_running]
-    if not silent or (len(silent) == len(known) and not all(s.is_dead(now) for s in silent)):
+    if not silent or (len(silent) == len(known) and not all(s.is_dead() for s in silent)):
         return None
     first = min(silent, key=lambda status: status.sign)
     hosts = {str(status.entry.get("process", {}).get("host", "?")) for status in silent}

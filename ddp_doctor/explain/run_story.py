@@ -73,9 +73,8 @@ def tell(folder: Path, evidence: Evidence) -> Story | None:
     failures = [f for f in _read(folder / "failures.jsonl") if isinstance(f.get("step"), int)]
     attempts: list[Attempt] = []
     for entry, later in zip(entries, [*entries[1:], {}], strict=True):
-        ended = str(entry.get("ended") or "")
-        is_over = ended in _ENDINGS or (not later and state in ("running", *_ENDINGS))
-        how = ended or ("" if later else state)
+        how = str(entry.get("ended") or ("" if later else state))
+        is_over = how in _ENDINGS or (not later and state in ("running", *_ENDINGS))
         # WHY: only after a rollback an attempt has no start-up of its own
         is_back = later.get("start_up") == 0
         if is_back:
@@ -118,7 +117,7 @@ def _is_whole(entry: _Json) -> bool:
 def _state(folder: Path, evidence: Evidence) -> str:
     """Say how the run stands now."""
     if running := [status for status in evidence.statuses if status.is_running]:
-        return "dead" if all(status.is_dead(time.time()) for status in running) else "running"
+        return "dead" if all(status.is_dead() for status in running) else "running"
     states = {str(status.entry.get("state")) for status in evidence.statuses}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
         summary = json.loads((folder / "summary.json").read_bytes()[:_MOST_BYTES])
@@ -160,13 +159,11 @@ def _zone_shift_s(began: float, evidence: Evidence) -> float:
 
 def _is_within(line: Line, span: tuple[float, float], evidence: Evidence) -> bool:
     """Whether a line was written between two moments of the logs' local time."""
-    hang = _HANG.search(line.file.rpartition("/")[0])
-    if hang is not None:
-        try:
+    if hang := _HANG.search(line.file.rpartition("/")[0]):
+        with suppress(ValueError, OverflowError):
             moment = datetime.strptime(hang["clock"], "%Y%m%d-%H%M%S").timestamp()
-        except (ValueError, OverflowError):
-            return True
-        return span[0] - _EARLY_S <= moment < span[1]
+            return span[0] - _EARLY_S <= moment < span[1]
+        return True
     if line.file not in evidence.starts:
         return not line.file.endswith(_OF_ALL_ATTEMPTS)
     starts = evidence.starts[line.file]
