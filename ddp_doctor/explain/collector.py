@@ -66,7 +66,7 @@ _MAX_NOTABLE = 500
 _NO_ERROR = re.compile(r"distributed\.elastic| W tensorflow/")
 _RETRIED = re.compile(
     r"\b(?:[Rr]etry(?:ing)?\b(?! count)|skipped\b)|Couldn't connect to the Hub"
-    r"|^(?!.* (?:death signal|subset of ranks|closing signal \S*SIGHUP)).{,200}\bWARNING\b"
+    r"|^(?!.* (?:death signal|subset of|Stop training|closing signal \S*HUP)).{,200}\bWARNING\b"
 )
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
 

@@ -17,7 +17,7 @@ _SUCCESS = re.compile(
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|all done|job (?:\S+: )?succeeded"
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
     r"|model weights saved in (?!\S*(?:checkpoint|step|epoch))|completed successfully"
-    r"|saved successfully\. ?You can now|finished: \d+ steps|job completed"
+    r"|saved successfully\. ?You can now|finished: \d+ steps|\d+ epochs completed in|job completed"
     r"|exits successfully|exiting gracefully(?! after (?:preempt|timeout|sig))"
     r"|state(?:=|: )COMPLETED|finished training)"
     r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"

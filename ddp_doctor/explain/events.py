@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 _ENTRIES = {"<module>", "_wrap", "_bootstrap", "_worker_loop", "_run_module_as_main", ""}
-_OF_TORCHRUN = ("distributed/launcher/api.py", "torch/distributed/run.py")
+_OF_TORCHRUN = ("distributed/launcher/api.py", "torch/distributed/run.py", "distributed/launch.py")
 _OF_PARENTS = ("torch/multiprocessing/spawn.py", "deepspeed/launcher/launch.py")
 _ENTRY_FILES = ("elastic/multiprocessing/errors/__init__.py", "multiprocessing/process.py")
 

@@ -50,7 +50,7 @@ data-target-range: a label or index is out of range
 
 data-missing-file (generic): a file is not there
   /No such file or directory:/ /unable to open file <.*No such file/ /FileNotFoundError: /
-  /Couldn't find (?:file|a dataset script) at /
+  /ValueError: File \S+ not found/ /Couldn't find (?:file|a dataset script) at /
   why: The path is not on this node, or another rank has not written it yet, or has removed it
   fix: Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
@@ -104,16 +104,17 @@ data-lock (likely): a file or database is locked by another process
 
 data-hub (likely): a server (a hub, a storage) refused, or could not be reached
   /We couldn't connect to '[^']+'/ /outgoing traffic has been disabled/ /LocalEntryNotFoundError/
-  /OfflineModeIsEnabled/ /HTTP Error \d+: / /urlopen error/ /GatedRepoError/
+  /OfflineModeIsEnabled/ /is not a valid model identifier/ /HTTP Error \d+: / /urlopen error/
+  /GatedRepoError/ /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/
   /(?:Error: |host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*)Max retries exceeded with url/
-  /host='(?!localhost|0\.|10\.|127\.|192\.168\.)[^']*'.*Read timed out/
   /[45]\d\d (?:Client|Server) Error(?!.*//(?:localhost|0\.|10\.|127\.|192\.168\.))/
   why: No route to the internet, no token, a wrong name (404), or many ranks that ask at once
   fix: Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; only
     rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.
   case create_repo|push_to_hub|init_hf_repo => A push to the hub failed, no download =>
     push_to_hub=False, or a token that may write and a network on this node.
-  case Repository ?Not ?Found => No such name, or it is private => Correct the name; HF_TOKEN.
+  case Repository ?Not ?Found|valid model id => No such name, or it is private => Correct the name;
+    HF_TOKEN.
   case \b[Gg]ated|GatedRepo|\b40[13] (?:Client|Forb|Unauth)|Error 40[13] => The server refuses this
     account or address => Check the name; accept the terms on its page; HF_TOKEN; or a mirror.
   case [Oo]ffline ?[Mm]ode|HF_HUB_OFFLINE|outgoing traffic|LocalEntry => It is not in the cache =>

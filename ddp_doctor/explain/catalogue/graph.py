@@ -100,9 +100,9 @@ graph-device-mixed (likely): tensors of one operation are on different devices
   case device_ids\[0\] => nn.DataParallel runs in a job of several processes, or on other GPUs =>
     Remove nn.DataParallel: DDP does its work; model.to(f'cuda:{LOCAL_RANK}').
 
-graph-ddp-device: DDP was given devices that do not fit its module
+graph-ddp-device: DDP or FSDP was given devices that do not fit its module
   /DistributedDataParallel device_ids and output_device arguments only work with/
-  /device_ids can only be None or contain a single element/
+  /device_ids can only be None or contain a single element/ /Inconsistent compute device and/
   /has been loaded with `device_map='auto'` in any distributed mode/
   /DistributedDataParallel's input module must be on the same type of devices/
   why: device_ids is for a module on one GPU. A CPU module, or one over several GPUs, takes none
@@ -149,6 +149,8 @@ fsdp-requires-grad: parameters of an FSDP unit differ in dtype or requires_grad
   fix: FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; or wrap
     frozen and trained modules (LoRA) as units of their own. dtype: model.to(torch.bfloat16) before
     it is sharded; QLoRA: bnb_4bit_quant_storage is the dtype of the others.
+  case integer dtype => Quantized weights are integers, which FSDP can't flatten => 4 bits:
+    bnb_4bit_quant_storage=torch.bfloat16, the dtype of the others; 8 bits: DDP, or no quantisation.
 
 fsdp-whole-weights: whole weights were copied into a sharded model
   /aten\.copy_\.default:? got mixed torch\.Tensor and DTensor/

@@ -7,12 +7,13 @@ _TEXT = r"""
 
 launch-environment (accuses nobody): the variables of a launcher are missing
   /environment variable \w+ expected, but not set/ /(?:rank|world size) parameter missing/
-  /KeyError: '(?:OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD)_\w+'/ /raise _env_error\(/
+  /KeyError: '(?:OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|SLURM)_\w+'/ /raise _env_error\(/
   /KeyError: '(?:LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'/
   why: It was started by python, or by a launcher (srun, mpirun) with other names than torch's
   fix: torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID
     LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.
-  case OMPI_|PMI|MV2_ => The program wants to be started by mpirun => mpirun -np 2 python train.py.
+  case OMPI_|PMI|MV2_|SLURM_ => The program wants to be started by mpirun, or srun => mpirun -np 2
+    python train.py, or srun in a job; or adapt how it reads its rank.
 
 launch-port (accuses nobody, likely): a port is taken
   /EADDRINUSE/ /error: 10048\b/ /^(?!.*(?:gloo|\bOFI\b|\bMPI[_D]|\bUCX)).*[Aa]ddress already in use/
@@ -82,7 +83,7 @@ launch-ssh (accuses nobody): a host could not be reached by ssh
   or_else: It is of git, scp or rsync in the job's script, and no launcher's.
 
 launch-no-group (accuses nobody): the process group was used before it was made
-  /Default process group has not been initialized/
+  /Default process group (?:has not been|is not) initialized/
   why: DDP, SyncBatchNorm, a sampler or a collective ran before init_process_group, after
     destroy_process_group, or in one process alone, which has no group
   fix: dist.init_process_group() first in main(), and torchrun for one GPU, too; or in one process
@@ -129,10 +130,12 @@ launch-import: a package is missing or does not fit
   or_else: A module of yours: start in its folder, or PYTHONPATH; or a file of yours has its name.
 
 launch-versions (generic): a function or a module does not have what is asked of it
-  /__init__\(\) got an unexpected keyword argument '/
+  /__init__\(\) got an unexpected keyword argument '/ /is not in the \S+ registry/
   /module '(?:torch|numpy|collections|transformers|accelerate|deepspeed|\w+\.\w)[\w.]*' has no attr/
   why: Mostly the package is of another version than the code was written for
   fix: pip install the version that the program's requirements name (pip show NAME); or newer code.
+  case registry => The module that registers this name was not imported, or another package of it is
+    installed => custom_imports in the config; pip install -e . of that repository; the spelling.
   or_else: It is code of your own: the line that is named; or a file that has a package's name.
 
 launch-parallel-sizes (accuses nobody): the ranks can't be divided into the groups asked for

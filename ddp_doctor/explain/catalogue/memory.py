@@ -29,7 +29,7 @@ memory-gpu-weights (likely): the GPU ran out of memory while weights were loaded
     the CPU: StateDictOptions(full_state_dict=True, cpu_offload=True). Look at what was being saved.
 
 memory-gpu-driver: the GPU's driver gave no memory, to CUDA, NCCL or torch
-  /CUDA error: out of memory/ /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
+  /CUDA [eE]rror: out of memory/ /C(?:uda|UDA) failure (?:\d+ )?'out of memory'/
   /HSA_STATUS_ERROR_OUT_OF_RESOURCES/ /(?:Triton Error \[CUDA\]: |driver error:)out of memory/
   why: Torch's allocator may hold all that is left, so that CUDA or NCCL get none; or other
     processes fill the GPU: one left over, or ranks that all use GPU 0

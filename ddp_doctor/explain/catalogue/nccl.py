@@ -207,6 +207,8 @@ nccl-p2p (accuses nobody): direct access between GPUs does not work on this mach
   /peer access is not supported between these two devices/
   why: PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it
   fix: NCCL_P2P_DISABLE=1 (shm.cc: NCCL_SHM_DISABLE=1, too); then no ACS and IOMMU in the BIOS.
+  case series doesn't => These cards have no P2P, and Accelerate refuses to start =>
+    NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1; accelerate launch sets both.
   or_else: It changes nothing: the lines of NCCL before it name another failure.
 
 nccl-nvml (hardware, generic): the NVIDIA driver can't be asked about its GPUs

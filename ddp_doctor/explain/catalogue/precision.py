@@ -38,9 +38,9 @@ amp-unsupported: this device or operation does not support the float type that w
 
 amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/ /[Ll]oss became (?:infinite|NaN)/
-  /grad_scale is too small/ /(?:nan|NaN|inf)\b.*[Ss]topping training/ /Minimum loss scale reached/
+  /grad_scale is too small/ /(?:nan|NaN|inf)\b.*[Ss]top(?:ping)? training/
+  /Minimum loss scale reached/ /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
-  /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
   /[Gg]radients? (?:are|is) [Nn]a[Nn]/ /probability tensor contains either `inf`, `nan`/
   /but found invalid values:\s+tensor\(.*nan/ /Current loss scale already at minimum/
@@ -80,6 +80,8 @@ compile-compiler: no compiler that fits torch, or it failed
   or_else: The code that it compiles is wrong: its first error says so.
   case GNU version => The C++ compiler is newer than this CUDA toolkit allows => CC and CXX of an
     older gcc, or a newer toolkit of the same major version as torch's.
+  case cuda\w*\.h => Headers of the CUDA toolkit are missing => Its dev packages, of
+    torch.version.cuda.
   case Python\.h => Python's headers are missing => apt install python3-dev, of this Python.
   case gpu arch => nvcc is older than this GPU, or was asked for one that is none => A newer toolkit
     of torch's major version; TORCH_CUDA_ARCH_LIST=8.6, say; a newer package, if it made up the

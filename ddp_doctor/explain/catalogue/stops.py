@@ -101,6 +101,8 @@ launch-command (accuses nobody, likely): the command or a file of it was not fou
   /command not found: (?:torchrun|python|deepspeed|accelerate|srun|mpirun|apptainer|conda|uv)/
   why: The environment is not active in the job, or a path is not the same on this node
   fix: Activate the environment in the job; absolute paths; a module: torchrun -m package.module.
+  case can't open file => No such script there: its folder or its name is wrong, or the job begins
+    in another folder => ls of that path on that node; cd before it, or an absolute path.
   case orted: => The other node's shell does not find Open MPI => mpirun --prefix FOLDER of Open MPI
     on that node; or PATH and LD_LIBRARY_PATH at the top of its ~/.bashrc.
 
