@@ -103,9 +103,8 @@ class Drill:
         self._judge_result(parts, story.uses_of(case, parts) if is_whole_run else {})
         self._judge_log()
         self.unknown += [r["what"] for p in case.processes() for r in p.all("missed")]
-        facts["verdict"] = (
-            "lost" if self.lost else "not measured" if self.unknown else "nothing lost"
-        )
+        facts["verdict"] = "not measured" if self.unknown else "nothing lost"
+        facts["verdict"] = "lost" if self.lost else facts["verdict"]
         return facts
 
     def _judge_end(self, first: Facts) -> None:
