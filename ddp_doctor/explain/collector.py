@@ -65,7 +65,7 @@ _DULL = re.compile(
 _MAX_NOTABLE = 500
 _NO_ERROR = re.compile(r"distributed\.elastic| W tensorflow/")
 _RETRIED = re.compile(
-    r"\b(?:[Rr]etry(?:ing)?\b(?! count)|skipped\b)|Couldn't connect to the Hub"
+    r"\b(?:[Rr]etry(?:ing)?\b(?! count)|step skipped)|Couldn't connect to the Hub"
     r"|^(?!.* (?:death signal|subset of|Stop training|closing signal \S*HUP)).{,200}\bWARNING\b"
 )
 """What a program says when it goes on; far behind, torch's advice has this word, too."""
@@ -375,7 +375,7 @@ class Collector:
             cause = None if cause is BY_CODE["checkpoint-corrupt"] else cause
             cause = BY_CODE["nccl-shm"] if cause is BY_CODE["checkpoint-disk-full"] else cause
         if any(frame.function == "_exit_barrier" for frame in raised.frames):
-            tier = Tier.TEARDOWN  # this node was done, or had failed
+            tier = Tier.TEARDOWN  # torchrun goes on: this node was done, or had failed
         # CalledProcessError is all that some launchers say of a process that a signal ended
         is_killed = raised.name == "CalledProcessError" and match is not None
         if _is_of_launcher(raised) and not is_killed:

@@ -18,7 +18,7 @@ _SUCCESS = re.compile(
     r"|successfully finished|worker group finished(?! \(FAILED)|reporting training success"
     r"|model weights saved in (?!\S*(?:checkpoint|step|epoch))|completed successfully"
     r"|saved successfully\. ?You can now|finished: \d+ steps|\d+ epochs completed in|job completed"
-    r"|exits successfully|exiting gracefully(?! after (?:preempt|timeout|sig))"
+    r"|exits successfully|exiting gracefully(?! after(?! \d+ (?:step|epoch|iter)))"
     r"|state(?:=|: )COMPLETED|finished training)"
     r"|finish\.\.\. \(success\)|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
@@ -214,6 +214,8 @@ def weaken_survived(
         ending = endings.get(event.line.file)
         if event.code in _REQUEUED and ending is not None:
             event.is_weak |= ending.success > event.line.number  # by a later job
+        if event.raised is not None and event.tier == Tier.TEARDOWN and ending is not None:
+            event.is_weak |= ending.success > 0  # the work was done
         if event.tier in (Tier.HARDWARE, Tier.KILLED, Tier.ADVICE) or event.kind == "collective":
             continue
         if ending is not None and _went_on(event, ending, event.line.file in files):

@@ -38,8 +38,7 @@ _SINGLE = tuple(
         r"(?:exits with return code =|Process finished with exit code) (?P<status>-?\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)|non-zero (?:exit code\. Per|status, thus)",
         r"Container rank (?P<rank>\d+) status failed .*\] code (?P<status>-?\d+) log",
-        r"(?:\[rank: (?P<local>\d+)\] )?Child process with PID (?P<pid>\d+) terminated with code "
-        r"(?P<status>-?\d+)",
+        r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)",
     )
 )
 _CLOSED = re.compile(
@@ -174,8 +173,6 @@ class ExitReader:
         if 129 <= status <= 159:  # a shell adds 128 to a signal's number
             status = 128 - status
         ended = _exit_of(found, line, status=status)
-        if "Child process with PID" in line.text and ended.local is None:
-            ended.local = line.rank  # Lightning counts those of the node
         self.exits += [replace(ended, task=task) for task in _tasks(found.get("tasks"))]
 
 

@@ -128,6 +128,7 @@ class Assembler:
     def cut_off(self) -> Found | None:
         """Give what there is of a traceback whose last line is missing."""
         of_rank = self.last_line is not None and self.last_line.rank is not None
+        of_rank &= "_stack" not in self.source
         is_at_end = of_rank and self.idle_lines < 2 < len(self.frames)  # else printed on purpose
         if not (self.num_open and (self.has_header or is_at_end) and self.last_line):
             self._close()
@@ -201,7 +202,7 @@ class Assembler:
 
     def _is_type(self, name: str, message: str | None) -> bool:
         last = name.rpartition(".")[2]
-        if last.startswith("nccl"):  # a part of a message
+        if re.match(r"nccl(?:Internal|System|Unhandled|Invalid|Remote)", last):  # in a message
             return False
         if _TYPE_END.search(last):
             return True
@@ -217,7 +218,7 @@ class Assembler:
         if not text.strip():
             self.after_blank = bool(raised.message)
         elif not _BAR.match(text):
-            is_gloo = raised.message.endswith(":") and "/gloo/" in text[:80]
+            is_gloo = raised.message.endswith("rror:") and "/gloo/" in text[:80]
             is_other = bool(_OTHER_RECORD.match(text) or _GLOG.match(line.raw)) and not is_gloo
             is_other |= self.after_blank and not text[:1].isspace()
             if self.message_lines > _MAX_MESSAGE_LINES or is_other:

@@ -81,6 +81,7 @@ def given_numbers() -> Iterator[tuple[str, list[float]]]:
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             values = [frame.f_locals.get(name) for name in names]
             numbers = [value for value in values if isinstance(value, int | float)]
+            numbers = [value for value in numbers if not isinstance(value, bool)]
             yield f"{code.co_filename}:{frame.f_lineno}", numbers
 
 

@@ -50,13 +50,13 @@ checkpoint-corrupt (likely): a file is incomplete, damaged or of another kind
   case invalid load key, '<' => The download brought a web page => Download it again, with a token.
 
 checkpoint-many-writers: several ranks wrote, renamed or removed the same file or folder
-  /\[Errno 17\] File exists: (?!'\/\w+'$)/ /\[Errno 17\] File exists: '\/\d+_\w+'/
-  /\[Errno 39\] Directory not empty/
+  /\[Errno 17\] File exists: (?!'\/(?:psm_|torch_|sem\.|mp-|\d+_)\w*'$)/
+  /\[Errno 17\] File exists: '\/\d{6}_\w+'/ /\[Errno 39\] Directory not empty/
   /No such file or directory: '[^']*(?:checkpoint|ckpt|tmp-)[^']*' -> '/
   why: Each rank runs the saving code; they meet at the same path
   fix: if rank == 0: torch.save(...), then dist.barrier(); os.makedirs(path, exist_ok=True). A cache
     of datasets: one process makes it first (main_process_first of Trainer and Accelerate).
-  case exists: .\/\d+_\w+. => It is a block of shared memory: left by a killed run, or each rank
+  case exists: .\/\d{6}_\w+. => It is a block of shared memory: left by a killed run, or each rank
     takes itself for its node's first => ls /dev/shm;
     streaming.base.util.clean_stale_shared_memory(); LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets.
   or_else: It is left over from an earlier run: then it is there before the start, too.

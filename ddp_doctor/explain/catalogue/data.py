@@ -56,7 +56,7 @@ data-missing-file (generic): a file is not there
     dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).
   case _rmtree => Another rank removes the same folder at the same time => if rank == 0: remove it,
     then dist.barrier(); or shutil.rmtree(path, ignore_errors=True).
-  case \.so\b|torch_extensions => A compiled extension is not there: its build failed before, or
+  case \.so'|torch_extensions => A compiled extension is not there: its build failed before, or
     another rank builds it => Read the first error of the build further up; build it on one rank.
 
 data-bad-image (likely): a file of the dataset is broken

@@ -21,7 +21,7 @@ gloo-timeout (timeout): a wait for ranks, in gloo or the store, took too long
   why: These ranks wait for one that hangs, is slow, took another branch, or has fewer batches
   fix: py-spy dump each rank while it hangs. Equal numbers of batches per rank, no collective under
     `if rank == 0`; init_process_group(timeout=...) if one rank is slow.
-  case exit barrier => This node is done; another's agent still works, or ended => Read its log.
+  case exit[ _]barrier => This node is done; another's agent still works, or ended => Read its log.
 
 gloo-connect (timeout): gloo could not connect all ranks
   /gloo/transport/tcp/pair\.cc:\d+\] (?:no error|Connect timeout)/ /timed out connecting: /

@@ -124,8 +124,8 @@ gpu-arch: torch or an extension has no kernels for this GPU
   /CUDA capability sm_\d+/
   why: This build of torch, or an extension, was not compiled for this architecture, new or old
   fix: A newer torch (new GPU) or an older one; extensions with TORCH_CUDA_ARCH_LIST of this GPU.
-  case Ampere => FlashAttention 2 needs an Ampere GPU or newer => attn_implementation='sdpa' or
-    'eager'.
+  case only supports Ampere => FlashAttention 2 needs an Ampere GPU or newer =>
+    attn_implementation='sdpa' or 'eager'.
   case HIP error => This build of torch has no kernels for this AMD GPU => torch for its ROCm; on
     consumer cards HSA_OVERRIDE_GFX_VERSION of the nearest one; PYTORCH_ROCM_ARCH for extensions.
 

@@ -135,8 +135,9 @@ graph-shapes (generic, unknown): the shapes of two tensors do not fit
   /The expanded size of the tensor \(\d+\) must match the existing size/
   /Tensors must have same number of dimensions: got \d+ and \d+/
   why: The model got an input of another shape than it was built for
-  case [Tt]arget => Output and labels of a batch differ in number or dimensions => cross_entropy:
-    (N, C) and (N), so logits.flatten(0, 1), labels.flatten(); BCE: .unsqueeze(1).
+  case target batch_size|Target size|target tensor expected => Output and labels of a batch differ
+    in number or dimensions => cross_entropy: (N, C) and (N), so logits.flatten(0, 1),
+    labels.flatten(); BCE: .unsqueeze(1).
   case tensor [ab] \(0\) => A weight that is sharded (ZeRO 3, FSDP) was used outside of its module's
     forward => deepspeed.zero.GatheredParameters, summon_full_params or .full_tensor() around it.
   fix: Print the shapes before the line that is named; the last batch may be smaller (drop_last).

@@ -24,8 +24,9 @@ amp-dtype (likely): a tensor has the wrong type
   /Input type \([\w.]+\) and bias type \([\w.]+\) should be the same/
   /FlashAttention only supports? fp16 and bf16 data type/
   why: One part runs outside of autocast, was cast by hand, or comes from numpy (float64, integers)
-  case Long|nll_loss => The labels have the wrong type for the loss => labels.long() for
-    cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.
+  case type Long but|dtype to be Long|output type Long|dtype Long|nll_loss => The labels have the
+    wrong type for the loss => labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss
+    and MSE.
   fix: with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no .half()
     beside it; .to(weight.dtype) where it is needed; .float() for what numpy made.
 
