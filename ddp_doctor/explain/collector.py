@@ -42,15 +42,8 @@ _NOTABLE = (
     *("error", "fail", "fatal", "abort", "cannot", "can't", "could not", "unable", "unknown"),
     *("denied", "invalid", "refused", "not found", "no such", "unsupported", "exceeded", "expired"),
     *("mismatch", "not supported", "not available", "not allowed", "not exist", "not set", ".so"),
-    *(
-        "store based barrier",
-        "please use",
-        "nccl warn",
-        ".cpp:",
-        "training complete",
-        "training finish",
-        "finished train",
-    ),
+    *("please use", "nccl warn", ".cpp:", "store based barrier"),
+    *("training complete", "training finish", "finished train"),
 )
 """What no entry knows, and may yet say more than what one knows: an answer that is not certain
 quotes the nearest of them."""

@@ -657,13 +657,8 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     like = [e for e in evidence.events if (e.cause, e.kind) == (root.cause, root.kind)]
     num_raised = sum(e.count for e in like if e is root or not (e.is_weak or e.chained))
     has_cut = any(e.rank not in own for e in evidence.events if e is not root and _is_cut_off(e))
-    if (
-        len(own) == 1
-        and is_blamed
-        and num_raised == 1
-        and not has_cut
-        and root.tier == Tier.EXCEPTION
-    ):
+    is_only = len(own) == 1 and num_raised == 1 and not has_cut
+    if is_only and is_blamed and root.tier == Tier.EXCEPTION:
         [only] = own.values()
         return Guilty(only.rank, only.host, LIKELY, "no other process failed")
     hosts = {event.host for event in evidence.events if event.cause is root.cause}
