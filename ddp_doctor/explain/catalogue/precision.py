@@ -39,7 +39,7 @@ amp-unsupported: this device or operation does not support the float type that w
 
 amp-nan: loss or gradient is NaN or infinite
   /[Ll]oss is (?:nan|NaN|inf(?:inite|inity)?\b)/ /[Ll]oss became (?:infinite|NaN)/
-  /grad_scale is too small/ /(?:nan|NaN|inf)\b.*[Ss]top(?:ping)? training/
+  /grad_scale is too small/ /(?:nan|NaN|inf)\b.*[Ss]topping training/ /(?:NaN|Inf)\. Stop training/
   /Minimum loss scale reached/ /Function '(?P<name>\w+)' returned nan values in its \d+th output/
   /(?:Rank (?P<ranks>\d+): )?found (?:NaN|Inf) in (?:(?:local|forward) )*(?P<what>loss|grad)\b/
   /The total norm of order [\d.]+ for gradients from `parameters` is non-finite/
