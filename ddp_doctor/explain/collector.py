@@ -303,10 +303,11 @@ class Collector:
         if found:
             self._add_exception(found, self._matcher.find(found.raised.whole))
             return
-        if self._crash is not None and text.startswith("Current thread"):
-            self._crash.detail = None  # the stacks before it are other threads'
-        elif self._crash is not None and DUMPED_FRAME.match(text):
-            self._crash.detail = self._crash.detail or line
+        if (crash := self._crash) is not None and crash.line.stream == stream:
+            if text.startswith("Current thread"):
+                crash.detail = None  # the stacks before it are other threads'
+            elif DUMPED_FRAME.match(text):
+                crash.detail = crash.detail or line
         is_source = assembler.num_open and text[:1].isspace() and "what(): " not in text
         if line.raw.startswith(_BOX) or is_source:
             return

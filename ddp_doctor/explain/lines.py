@@ -214,9 +214,11 @@ def lines_of(raw: str) -> list[str]:
 
 
 def _unfolded(text: str) -> list[str]:
+    if "Traceback (most" not in text:
+        return [text]
     if glued := _GLUED.match(text):  # two ranks wrote at once
         return [glued[1], glued[2]]
-    flat = _FLAT.search(text) if "Traceback (most" in text else None
+    flat = _FLAT.search(text)
     if flat is None:
         return [text]
     if flat["end"]:

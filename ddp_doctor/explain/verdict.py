@@ -305,9 +305,11 @@ def _is_late(ended: Exit, exits: Sequence[Exit]) -> bool:
 
     WHY not less: its times are when it looked, or when an exception was raised; it waits 30 s.
     """
-    others = [e for e in exits if e.from_block and e.host == ended.host]
-    table = [e for e in others if e.status not in (0, _TERMINATED)]
-    return ended.from_block and any(25 <= ended.at - e.at < 100 for e in table)
+    return ended.from_block and any(
+        25 <= ended.at - other.at < 100 and other.status not in (0, _TERMINATED)
+        for other in exits
+        if other.from_block and other.host == ended.host
+    )
 
 
 def _exit_event(ended: Exit, cause: Cause) -> Event:
